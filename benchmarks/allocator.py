@@ -1,7 +1,7 @@
 """`python -m benchmarks.allocator`: what a rank keeps of the memory that it has freed, and what it gains by that.
 
 The same run under glibc's own thresholds and under those that Shoal gives ranks of machines with less and less memory
-(`shoal.launcher.warm`): the resident memory of the largest rank at its peak, page faults, and the step.
+(`shoal.launcher.allocator`): the resident memory of the largest rank at its peak, page faults, and the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal import units
 from shoal.bench.options import AsJson, Processes
 from shoal.bench.report import Result, check, print_report
 from shoal.errors import EnvironmentFault
-from shoal.launcher.warm import thresholds, variables
+from shoal.launcher.allocator import thresholds, variables
 from shoal.observe.events import read_events, series
 
 SEQUENCE = 128

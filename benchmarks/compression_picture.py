@@ -24,7 +24,7 @@ from shoal.bench.options import AsJson
 from shoal.bench.pictures import COLOURS, INK, decorate, new_panels
 from shoal.bench.report import Row, check, print_report
 from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
-from shoal.codec.stated import Matrices, stated
+from shoal.codec.costs import Matrices, stated
 from shoal.comm.exchanges.choice import PROBE_BYTES, MeasuredLink, Way, choose, exposed_s
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer, matrix_shapes, total_parameters
@@ -32,7 +32,7 @@ from shoal.errors import ConfigError
 from shoal.planner.predict.coding import gradient_sum, measured_time
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.stack import MODERN, Codecs
-from shoal.topology.cluster import CodecTime
+from shoal.topology.calibration import CodecTime
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 
@@ -58,7 +58,7 @@ def compression_picture(
 
     Example: python -m benchmarks.compression_picture
     """
-    from shoal.planning.cluster_here import calibration_path, read_calibration
+    from shoal.planning.calibration import calibration_path, read_calibration
 
     path = calibration_path(os.environ)
     known = read_calibration(path)

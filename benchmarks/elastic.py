@@ -35,7 +35,7 @@ import typer
 from benchmarks.command import run
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.errors import EnvironmentFault
 from shoal.maths.fingerprint import fingerprint
 from shoal.observe.events import read_events

@@ -34,7 +34,7 @@ from shoal.bench.training_job import start_training
 from shoal.comm.collective import Collective
 from shoal.launcher.environment import Place
 from shoal.memory.tracker import allocated
-from shoal.planning.operators import calibration_here
+from shoal.planning.calibration import calibration_here
 from shoal.runfile.run_file import RunFile
 
 LR = 1e-4

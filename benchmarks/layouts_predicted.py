@@ -15,10 +15,10 @@ from shoal.errors import ConfigError, UsageError
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.predict.workload import calibrate_factor
 from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
-from shoal.planning.operators import measured_here, unpredicted
+from shoal.planning.calibration import measured_here, unpredicted
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run
-from shoal.topology.cluster import Calibration
+from shoal.topology.calibration import Calibration
 
 CALIBRATED_ON = CASES[0].name
 FAR_APART = 0.10

@@ -27,7 +27,7 @@ from benchmarks.command import run
 from shoal import units
 from shoal.bench.options import AsJson
 from shoal.bench.report import Check, Result, Row, check, print_report
-from shoal.launcher.warm import keep_freed_memory, thresholds
+from shoal.launcher.allocator import keep_freed_memory, thresholds
 from shoal.memory.recompute import recompute
 from shoal.memory.simulated_device import SimulatedDevice
 from shoal.memory.tracker import measured_activation_bytes

@@ -34,7 +34,7 @@ from shoal.comm.ledger import Ledger
 from shoal.launcher.environment import Place
 from shoal.sync.admission import Asynchronous
 from shoal.sync.server_part import Merge, ServedPart
-from shoal.sync.server_tables import partition
+from shoal.sync.server_partition import partition
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker, share_rows
 
 LR = 1e-3

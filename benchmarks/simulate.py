@@ -24,7 +24,8 @@ from shoal.bench.options import AsJson
 from shoal.bench.report import Check, Result, check, print_report
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
-from shoal.planner.simulate.outcome import Faults, goodput, outcome
+from shoal.planner.simulate.goodput import Faults, goodput
+from shoal.planner.simulate.outcome import outcome
 from shoal.planner.simulate.work import work_of
 from shoal.planning.simulating import table_of
 from shoal.topology.layout import Layout

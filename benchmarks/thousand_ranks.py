@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.encoded import listed
+from shoal.checkpoint.encoding import listed
 from shoal.checkpoint.manifest import Manifest, encode
 from shoal.checkpoint.objects import Stored
 from shoal.checkpoint.plan import Item, plan_for
@@ -40,9 +40,10 @@ from shoal.checkpoint.round import tensor_entries, writer
 from shoal.comm.packing import packed, unpacked
 from shoal.coordinator.client import ANSWERS, Address
 from shoal.coordinator.service import Limits, coordinator_in
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.launcher.environment import Place
-from shoal.launcher.failure import Exit, Failure, failure_report, read_failures, root_cause, write_failure
+from shoal.launcher.failure import Failure, read_failures, write_failure
+from shoal.launcher.root_cause import Exit, failure_report, root_cause
 from shoal.launcher.store import server as store_server
 from shoal.launcher.store.connection import POLLS_A_SECOND
 from shoal.launcher.store.messages import REPLIES, SERVICE, Reply, Request
@@ -171,8 +172,8 @@ async def _light(rank: int, ranks: int, port: int, key: bytes) -> tuple[float, f
     reader, writer = await _light_connection(port, key)
 
     async def ask(*given: Any) -> Reply:
-        writer.write(sockets.encode(Request(0, *given)))
-        return sockets.decode(await sockets.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
+        writer.write(frames.encode(Request(0, *given)))
+        return frames.decode(await frames.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
 
     await ask("set", [f"barrier/{rank}"], [b"host pid"])
     if (await ask("add", ["barrier"], [], 1)).amount == ranks:
@@ -198,10 +199,10 @@ async def _light_connection(port: int, key: bytes) -> tuple[asyncio.StreamReader
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             whole = {"most_bytes": handshake.MOST_HANDSHAKE_BYTES, "begin_s": TIMEOUT_S, "rest_s": TIMEOUT_S}
-            greeting = sockets.decode(await sockets.read(reader, **whole), handshake.HELLOS)
+            greeting = frames.decode(await frames.read(reader, **whole), handshake.HELLOS)
             proof = handshake.prove(key, greeting)
-            writer.write(sockets.encode(proof))
-            answer = sockets.decode(await sockets.read(reader, **whole), handshake.WELCOMES)
+            writer.write(frames.encode(proof))
+            answer = frames.decode(await frames.read(reader, **whole), handshake.WELCOMES)
             handshake.check_welcome(key, greeting, proof, answer)
             return reader, writer
         except (OSError, asyncio.IncompleteReadError):
@@ -243,8 +244,8 @@ async def _all_members(replicas: int, address: Address) -> tuple[float, float, f
         reader, writer = await _light_connection(address.port, address.token)
 
         async def ask(event: Any) -> Any:
-            writer.write(sockets.encode(event))
-            return sockets.decode(await sockets.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), ANSWERS)
+            writer.write(frames.encode(event))
+            return frames.decode(await frames.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), ANSWERS)
 
         await ask(Join(name, 1, "127.0.0.1:1"))
         return ask

@@ -26,7 +26,7 @@ from shoal.errors import LayoutError
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.simulate.outcome import period_s
 from shoal.planner.simulate.step import simulate_step
-from shoal.planner.simulate.work import Message, Work, rank_bytes, uniform
+from shoal.planner.simulate.work import Message, StepWork, rank_bytes, uniform
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable, looped, woven
 from shoal.schedules.timeline import timeline
@@ -91,7 +91,7 @@ class Profile:
         """The same as `schedules.timeline` takes it."""
         return Times(forward_s=self.forward_s, input_s=self.input_s, weight_s=self.weight_s, send_s=self.transfer_s)
 
-    def work(self, table: ScheduleTable) -> Work:
+    def work(self, table: ScheduleTable) -> StepWork:
         """The work of equal stages, with transfers that overlap computation."""
         each = table.stages // table.ranks
         return uniform(
@@ -143,7 +143,7 @@ def _runs(folder: Path) -> Iterator[tuple[dict[str, str], Profile, ScheduleTable
         yield cells, nearest, _table(cells["schedule"], model, ranks, count, nearest)
 
 
-def _blocked(work: Work, transfer_s: float) -> Work:
+def _blocked(work: StepWork, transfer_s: float) -> StepWork:
     """The same work with transfers during which neither side computes."""
     return replace(work, transfer=Message(busy_s=transfer_s), blocks_sender=True, blocks_receiver=True)
 
@@ -203,7 +203,7 @@ def _cells(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def bubble_rate(table: ScheduleTable, work: Work) -> float:
+def bubble_rate(table: ScheduleTable, work: StepWork) -> float:
     """1 - m (F + I + W) / period: how arXiv:2401.10241 counts it, for stages of equal times."""
     step = simulate_step(table, work)
     chunks = len(table.stages_of(0)) * table.microbatches

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.inspect import save_weights
+from shoal.checkpoint.weights import save_weights
 from tests import programs
 
 ROOT = Path(__file__).parents[1]

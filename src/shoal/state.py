@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -99,6 +99,22 @@ class Owned:
     def regions_of(self, start: int, numel: int) -> list[Region]:
         """What lies in its elements from `start` on, counted from there."""
         return list(regions_of_run(self.regions, start, start + numel))
+
+
+class UpdatePart(NamedTuple):
+    """Parameters that are updated together, their gradients, and the kernel that updates such."""
+
+    parameters: list[Parameter]
+    gradients: list[Tensor]
+    kernel: Callable[[list[Parameter], list[Tensor]], None]
+
+    def update(self) -> None:
+        """Updates them, with the options that their group had when the step was taken."""
+        self.kernel(self.parameters, self.gradients)
+
+    def of(self, parameters: list[Parameter], gradients: list[Tensor]) -> UpdatePart:
+        """The same update of copies of the parameters."""
+        return UpdatePart(parameters, gradients, self.kernel)
 
 
 def regions_of(holding: Holding) -> tuple[Region, ...]:

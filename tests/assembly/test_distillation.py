@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.assembly.job import restore
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.config.load import dumps
 from shoal.engine.loss import cross_entropy, divergence
 from shoal.errors import ConfigError

@@ -20,15 +20,15 @@ from shoal.assembly.federated_client import open_replica, replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import processes_of
-from shoal.checkpoint.inspect import save_weights
+from shoal.checkpoint.weights import save_weights
 from shoal.errors import ConfigError, LayoutError, UsageError
+from shoal.federated.client_data import ClientData
 from shoal.federated.config import FederatedClient
-from shoal.federated.local_training import ClientData
 from shoal.federated.rounds import Ticket
 from shoal.federated.simulation import local_mask
-from shoal.federated.strategy import Plan, Update
+from shoal.federated.strategy import RoundPlan, Update
 from shoal.federated.task import OwnTraining, Task
-from shoal.federated.work import ClientState, LocalRound, Work
+from shoal.federated.work import ClientState, ClientWork, LocalRound
 from shoal.launcher.environment import Place
 from shoal.runfile.load import run_file_of
 from shoal.runfile.rules import check_across
@@ -103,9 +103,11 @@ def rounds(task: Task, samples: int) -> list[tuple[Update, ClientState]]:
         plan = strategy.configure()
         if plan.control is not None:
             noise = torch.randn(task.model.shape, generator=generator, dtype=task.model.dtype)
-            plan = Plan(plan.pull, 0.01 * noise, plan.settings, plan.others)
+            plan = RoundPlan(plan.pull, 0.01 * noise, plan.settings, plan.others)
         ticket = Ticket("clinic-a", version, 0)
-        update, state = LocalRound(task, strategy, model, plan, local_mask(task)).train([Work(ticket, data, state)])[0]
+        update, state = LocalRound(task, strategy, model, plan, local_mask(task)).train(
+            [ClientWork(ticket, data, state)]
+        )[0]
         done.append((update, state))
     return done
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.assembly.run import open_run
 from shoal.launcher.environment import Place
-from shoal.runfile.sync_rules import pipeline_codec_refusal
+from shoal.runfile.codec_rules import pipeline_codec_refusal
 from tests.assembly.journey import travel
 from tests.ranks import TestPlace
 from tests.verification.layouts import GPT, corpus, run_file_of, verified

@@ -13,8 +13,8 @@ import torch
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
 from shoal.launcher.environment import Place
+from shoal.runfile.codec_rules import shard_codec_refusal
 from shoal.runfile.rules import check_across
-from shoal.runfile.sync_rules import shard_codec_refusal
 from shoal.verification.verify import verify_rank
 from tests.assembly.journey import Leg, travel
 from tests.ranks import TestPlace

@@ -11,7 +11,7 @@ from tests import programs
 SCRIPT = """
 import shoal, torch
 from torch import nn
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 
 class Points:
     def __len__(self):

@@ -12,10 +12,10 @@ from shoal.bench.codec import CODECS, _checks, _places, _row
 from shoal.bench.codec_accuracy import TASKS, _result
 from shoal.bench.codec_times import coding_times, keep_times
 from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
-from shoal.codec.stated import label
+from shoal.codec.costs import label
 from shoal.config.check import implementation_of
 from shoal.planner.predict.coding import measured_time
-from shoal.planning.cluster_here import read_calibration
+from shoal.planning.calibration import read_calibration
 
 
 def test_every_codec_is_measured() -> None:

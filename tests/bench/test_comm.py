@@ -11,7 +11,7 @@ from shoal.bench.comm import check_hosts, default_backends
 from shoal.bench.options import OPERATIONS, Sweep
 from shoal.errors import UsageError
 from shoal.launcher.environment import Place
-from shoal.topology.cluster import CollectiveFit
+from shoal.topology.calibration import CollectiveFit
 
 LAST = 1 << 20
 

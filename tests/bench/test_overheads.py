@@ -15,10 +15,9 @@ from shoal.bench.products import keep, step_factor
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.planning.answer import cluster_of, predictor_on
-from shoal.planning.cluster_here import read_calibration
-from shoal.planning.operators import measured_here
+from shoal.planning.calibration import measured_here, read_calibration
 from shoal.planning.plan_file import written_plan
-from shoal.topology.cluster import Crowd
+from shoal.topology.calibration import Crowd
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import calibration
 from tests.ranks import TestPlace

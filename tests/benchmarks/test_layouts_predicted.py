@@ -11,8 +11,8 @@ from benchmarks import layouts
 from benchmarks.layouts_predicted import check_predictable
 from shoal.errors import ConfigError, UsageError
 from shoal.planner.predict.measured import OPERATIONS
-from shoal.planning.cluster_here import calibration_path
-from shoal.topology.cluster import Calibration, CollectiveFit, OperatorTime
+from shoal.planning.calibration import calibration_path
+from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

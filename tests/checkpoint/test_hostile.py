@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.commit import newest_verified, read_manifest
-from shoal.checkpoint.inspect import export, import_weights, listing, verify
+from shoal.checkpoint.inspect import listing, verify
 from shoal.checkpoint.manifest import MAX_STATE_BYTES, seal
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.weights import export, import_weights
 from shoal.errors import CorruptCheckpoint, ShoalError, UsageError, VerificationFailed
 from tests.checkpoint.states import save, saver_for, state_of
 from tests.memory_limit import memory_limit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.huggingface import _tensors, export_folder, import_folder
-from shoal.checkpoint.inspect import save_weights, weights_of
+from shoal.checkpoint.weights import save_weights, weights_of
 from shoal.cli.checkpoint import export
 from shoal.errors import UsageError
 from shoal.models.huggingface.build import build, turn_off_caches

@@ -10,8 +10,9 @@ import torch
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.commit import checkpoint_in, newest_verified, read_manifest
-from shoal.checkpoint.inspect import compare, export
+from shoal.checkpoint.inspect import compare
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.weights import export
 from shoal.errors import CorruptCheckpoint, UsageError
 from tests.checkpoint.states import leftovers, on_ranks, save, saver_for, state_of
 from tests.waiting import HANG_S

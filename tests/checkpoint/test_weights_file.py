@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.checkpoint.commit import read_manifest
-from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.load import read_all
+from shoal.checkpoint.weights import export, import_weights
 from shoal.errors import UsageError
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 

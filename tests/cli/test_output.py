@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.bench.options import numbers, token_counts
-from shoal.checkpoint.inspect import save_weights
+from shoal.checkpoint.weights import save_weights
 from shoal.cli.arguments import output_file, picture_file
 from shoal.cli.main import app
 from shoal.errors import EnvironmentFault

@@ -200,7 +200,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from shoal.comm.collective import GroupCollective
 from shoal.launcher.environment import place_from
-from shoal.launcher.children import die_with_parent
+from shoal.launcher.orphans import die_with_parent
 from shoal.launcher.rendezvous import open_store
 die_with_parent(os.environ)
 place = place_from(os.environ)

@@ -17,7 +17,7 @@ import pytest
 from shoal.coordinator.client import Address, Client, Connection
 from shoal.coordinator.service import Limits, coordinator_in
 from shoal.errors import EnvironmentFault
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake
 from shoal.resilience.events import Expel, Heartbeat, Join, Look, View
 from shoal.resilience.membership import Rules
 from tests.coordinator.services import Running, first_generation, running
@@ -42,7 +42,7 @@ def refused(connection: socket.socket) -> bool:
     """Whether it hears no more than that it does not know the token, and is closed."""
     connection.settimeout(HANG_S)
     with contextlib.suppress(ConnectionResetError):
-        if sockets.receive(connection, most_bytes=512) != msgspec.msgpack.encode(handshake.Refusal()):
+        if frames.receive(connection, most_bytes=512) != msgspec.msgpack.encode(handshake.Refusal()):
             return False
         return connection.recv(1) == b""
     return True
@@ -97,8 +97,8 @@ def test_a_wrong_token_is_refused(service: Running, honest: Client) -> None:
 def test_nothing_is_answered_before_the_proof(service: Running, honest: Client, message: msgspec.Struct) -> None:
     """A message in the place of the proof ends the connection, and changes nothing."""
     with knock(service) as connection:
-        sockets.receive(connection, most_bytes=512)
-        connection.sendall(sockets.encode(message))
+        frames.receive(connection, most_bytes=512)
+        connection.sendall(frames.encode(message))
         connection.settimeout(HANG_S)
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
@@ -122,11 +122,11 @@ def test_garbage_and_oversize_frames_end_the_connection(service: Running, honest
 def test_a_recorded_proof_is_worth_nothing(service: Running, honest: Client) -> None:
     """What an honest peer once sent does not open another connection."""
     with knock(service) as connection:
-        greeting = sockets.decode(sockets.receive(connection, most_bytes=512), handshake.HELLOS)
-        recorded = sockets.encode(handshake.prove(service.token, greeting))
+        greeting = frames.decode(frames.receive(connection, most_bytes=512), handshake.HELLOS)
+        recorded = frames.encode(handshake.prove(service.token, greeting))
     with knock(service) as connection:
-        sockets.receive(connection, most_bytes=512)
-        connection.sendall(recorded + sockets.encode(Expel("honest", "replayed")))
+        frames.receive(connection, most_bytes=512)
+        connection.sendall(recorded + frames.encode(Expel("honest", "replayed")))
         assert refused(connection)
     assert still_trains(service, honest)
 
@@ -147,7 +147,7 @@ def test_many_silent_strangers_stall_nobody(tmp_path: Path) -> None:
 def test_one_byte_at_a_time_is_cut_off(service: Running, honest: Client) -> None:
     """A slow-loris: the limit holds for the handshake as a whole, not from byte to byte."""
     with knock(service) as connection:
-        sockets.receive(connection, most_bytes=512)
+        frames.receive(connection, most_bytes=512)
         connection.settimeout(1)
         drops = (100).to_bytes(4, "big") + b"\x83" * 100  # a frame of legal size that never ends
         sent, closed, wait = 0, False, threading.Event()
@@ -186,7 +186,7 @@ def test_a_peer_that_does_not_read_is_closed(service: Running, honest: Client) -
 
     def ask_for_ever() -> None:
         for _ in range(4000):
-            raw.sendall(sockets.encode(Look()) * 1000)
+            raw.sendall(frames.encode(Look()) * 1000)
 
     with pytest.raises(OSError):
         ask_for_ever()

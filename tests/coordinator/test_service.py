@@ -22,7 +22,7 @@ from shoal.coordinator.journal import Journal
 from shoal.coordinator.service import RunningClock, coordinator_in
 from shoal.coordinator.watch import watching
 from shoal.errors import EnvironmentFault
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake
 from shoal.launcher.handshake import Refusal, TokenRefused, hello
 from shoal.resilience.events import Admitted, Committed, Decision, Ended, Formed, Join, Look, View
 from shoal.resilience.ledger import audit
@@ -221,10 +221,10 @@ def test_a_connection_that_breaks_is_no_refusal() -> None:
     tried: list[bool] = []
 
     def refuse(listener: socket.socket) -> None:
-        for answer in (b"", b"", b"", sockets.encode(Refusal())):
+        for answer in (b"", b"", b"", frames.encode(Refusal())):
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(sockets.encode(hello()))
+                connection.sendall(frames.encode(hello()))
                 tried.append(bool(connection.recv(1 << 10)))
                 connection.sendall(answer)
 
@@ -319,12 +319,12 @@ def test_a_fault_that_nobody_foresaw_ends_the_service(tmp_path: Path, where: str
 
     async def join(address: Address) -> None:
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        greeting = sockets.decode(await sockets.read(reader, **FRAME), handshake.HELLOS)
-        writer.write(sockets.encode(handshake.prove(address.token, greeting)))
-        await sockets.read(reader, **FRAME)
-        writer.write(sockets.encode(Join("replica", 1)))
+        greeting = frames.decode(await frames.read(reader, **FRAME), handshake.HELLOS)
+        writer.write(frames.encode(handshake.prove(address.token, greeting)))
+        await frames.read(reader, **FRAME)
+        writer.write(frames.encode(Join("replica", 1)))
         with pytest.raises((ConnectionError, EOFError, EnvironmentFault)):
-            await asyncio.wait_for(sockets.read(reader, **FRAME), HANG_S)
+            await asyncio.wait_for(frames.read(reader, **FRAME), HANG_S)
 
     told: list[Exception] = []
     with coordinator_in(tmp_path, Rules(1, 2), told=hear, journal=Faulty) as address:
@@ -347,17 +347,17 @@ def test_what_comes_in_together_is_written_together(tmp_path: Path) -> None:
     async def all_join(address: Address, count: int) -> list[bool]:
         async def join(number: int) -> bool:
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            greeting = sockets.decode(await sockets.read(reader, **FRAME), handshake.HELLOS)
-            writer.write(sockets.encode(handshake.prove(address.token, greeting)))
-            await sockets.read(reader, **FRAME)
+            greeting = frames.decode(await frames.read(reader, **FRAME), handshake.HELLOS)
+            writer.write(frames.encode(handshake.prove(address.token, greeting)))
+            await frames.read(reader, **FRAME)
             ready.append(number)
             while len(ready) < count:
                 await asyncio.sleep(0.01)
-            writer.write(sockets.encode(Join(f"replica-{number}", 1)))
+            writer.write(frames.encode(Join(f"replica-{number}", 1)))
             joined.append(number)
             if len(joined) == count:
                 asked.set()
-            await sockets.read(reader, **FRAME)
+            await frames.read(reader, **FRAME)
             writer.close()
             return Admitted(f"replica-{number}", 1) in [decision for made in writes for decision in made]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.activations import bubble_s
+from shoal.cost.bubble import bubble_s
 from shoal.cost.plan import Schedule
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"

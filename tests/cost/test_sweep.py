@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.alpha_beta import Sweep, sweep_of
-from shoal.cost.operators import Host, host_of
+from shoal.cost.operators import HostOverhead, host_overhead_of
+from shoal.cost.sweep import Sweep, sweep_of
 from shoal.errors import ConfigError
-from shoal.topology.cluster import OperatorTime
+from shoal.topology.calibration import OperatorTime
 
 EXACT = 1e-12
 ALPHA, BETA = 20e-6, 1e-9
@@ -67,7 +67,7 @@ def test_a_hole_in_the_grid_is_refused_by_name() -> None:
 
 def test_three_steps_tell_the_host_apart() -> None:
     """Per step, microbatch and layer, once the operators are subtracted."""
-    host = Host(step_s=3e-3, microbatch_s=2e-3, layer_s=5e-4)
+    host = HostOverhead(step_s=3e-3, microbatch_s=2e-3, layer_s=5e-4)
 
     def operators_s(layers: int, microbatches: int) -> float:
         return 1e-4 * layers * microbatches
@@ -76,5 +76,5 @@ def test_three_steps_tell_the_host_apart() -> None:
         size: host.seconds(layers=size[0], microbatches=size[1]) + operators_s(*size)
         for size in ((1, 1), (5, 1), (1, 5))
     }
-    found = host_of(steps, operators_s)
+    found = host_overhead_of(steps, operators_s)
     assert (found.step_s, found.microbatch_s, found.layer_s) == pytest.approx((3e-3, 2e-3, 5e-4), rel=1e-9)

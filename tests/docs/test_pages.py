@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import shoal
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.cli.main import app
 from shoal.cli.submit import WithDefault
 from shoal.config.load import apply

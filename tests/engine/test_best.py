@@ -13,14 +13,15 @@ import pytest
 
 from shoal.assembly.job import build_job, restore, run_start
 from shoal.checkpoint.config import Goal
-from shoal.checkpoint.inspect import listing, weights_of
+from shoal.checkpoint.inspect import listing
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.weights import weights_of
 from shoal.engine.config import StopWhen
 from shoal.engine.loop import train
 from shoal.engine.save_policy import Best, Watch
 from shoal.errors import ConfigError, Stopped
 from shoal.observe.sink import Sinks
-from shoal.runfile.rules import watch_refusal
+from shoal.runfile.observe_rules import watch_refusal
 from tests.ranks import TestPlace
 from tests.sync.steps import opened
 from tests.verification.layouts import corpus, run_file_of

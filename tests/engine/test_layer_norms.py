@@ -13,7 +13,8 @@ from shoal.assembly.metering import layer_norms
 from shoal.assembly.run import open_run
 from shoal.engine.measure import PREFIX, layer_of
 from shoal.launcher.environment import Place
-from shoal.runfile.rules import check_across, layer_norms_refusal
+from shoal.runfile.observe_rules import layer_norms_refusal
+from shoal.runfile.rules import check_across
 from tests.ranks import TestPlace
 from tests.verification.layouts import GPT, MOE, corpus, run_file_of
 

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.weights import export, import_weights
 from shoal.engine.precision import LossScaler
 from shoal.engine.recovery import Loaded, load_weights, resume
 from shoal.engine.state import (

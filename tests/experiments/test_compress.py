@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.errors import UsageError
 from shoal.experiments.compress import keys_of
 from shoal.runfile.load import load_run

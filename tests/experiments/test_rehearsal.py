@@ -11,13 +11,13 @@ import torch
 
 from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.objects import ACTIONS
+from shoal.coordinator.journal import journal_of
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.experiments.rehearsal import trial as trial_module
 from shoal.experiments.rehearsal.faults import end_fill, fill, small_disk, why_no_small_disk
 from shoal.experiments.rehearsal.rehearse import rehearse, row_of, state_of
 from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.trial import FaultTrial, Line, damage
-from shoal.fleet.launch import journal_of
 from shoal.observe.events import EventWriter
 from shoal.resilience.events import Scaled
 from shoal.resilience.faults import JOURNAL, REHEARSAL, Fault, Strike, write_faults

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
+from shoal.federated.client_data import ClientData, order_rounds
 from shoal.federated.config import (
     Contiguous,
     DeviceConfig,
@@ -21,7 +22,6 @@ from shoal.federated.config import (
     Pathological,
     QuantitySkew,
 )
-from shoal.federated.local_training import ClientData, order_rounds
 from shoal.federated.population import device_of, drops_out, partition
 from shoal.federated.rounds import choose, choose_each, choose_important
 from shoal.federated.strategy import Update, build_strategy, norms_of

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shoal.assembly.federated import FromScript, federated_task, simulate
 from shoal.assembly.objects import UserObjects
-from shoal.checkpoint.inspect import import_weights
+from shoal.checkpoint.weights import import_weights
 from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
 from shoal.errors import ConfigError, EnvironmentFault, UsageError, UserCodeError
@@ -24,7 +24,7 @@ from shoal.federated.rounds import Ticket
 from shoal.federated.simulation import Simulation, data_for, shards_of
 from shoal.federated.strategy import Update
 from shoal.federated.transport.store import Store
-from shoal.federated.work import ClientState, LocalRound, ServerModel, Work
+from shoal.federated.work import ClientState, ClientWork, LocalRound, ServerModel
 from tests.federated.tasks import run_file, task
 
 TOLERANCE = 1e-6
@@ -328,7 +328,7 @@ def test_a_client_of_another_width_has_nothing_left_to_send() -> None:
     server, data = ServerModel(one), data_for(one, shards_of(one)[0], seed=0)
     state = ClientState()
     for version, width in enumerate((1, 0)):
-        work = Work(Ticket("client-000000", version, 0), data, state, width)
+        work = ClientWork(Ticket("client-000000", version, 0), data, state, width)
         ((update, state),) = LocalRound(one, server.strategy, server.model, server.plan()).train([work])
         assert state.residual is not None
         assert state.residual.shape == update.delta.shape == one.at_width(server.model, width).shape

@@ -18,7 +18,7 @@ import shoal
 from shoal.api import ONLY_RUN
 from shoal.errors import ConfigError, UsageError, UserCodeError
 from shoal.federated.simulation import Simulation
-from shoal.federated.strategy import Plan, Strategy, Update
+from shoal.federated.strategy import RoundPlan, Strategy, Update
 from tests.ports import free_port
 from tests.waiting import HANG_S
 
@@ -99,8 +99,8 @@ class Half(Strategy):
     def begin(self, model: torch.Tensor, *, version: int) -> None:
         self.kept["round"] = torch.tensor([version + 1])
 
-    def configure(self) -> Plan:
-        return Plan(settings={"told": int(self.kept["round"])})
+    def configure(self) -> RoundPlan:
+        return RoundPlan(settings={"told": int(self.kept["round"])})
 
     def aggregate(self, model: torch.Tensor, updates: Sequence[Update], *, version: int) -> torch.Tensor:
         return model + 0.5 * self.mean(updates)

@@ -12,7 +12,8 @@ from typing import Any
 
 from shoal.errors import Stopped
 from shoal.fleet.fleet import Fleet
-from shoal.launcher.failure import FAILURE_FOLDER, Exit, Failure, write_failure
+from shoal.launcher.failure import FAILURE_FOLDER, Failure, write_failure
+from shoal.launcher.root_cause import Exit
 from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 

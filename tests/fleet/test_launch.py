@@ -21,8 +21,9 @@ from shoal.errors import EnvironmentFault
 from shoal.fleet import fleet as fleet_module
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.processes import ReplicaProcesses
-from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, failure_of, write_failure
+from shoal.launcher.failure import FAILURE_FOLDER, failure_of, write_failure
 from shoal.launcher.rank_process import RankProcess
+from shoal.launcher.spawn import ExitCode
 from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.launcher.own_script import ScriptCheck
 from tests.cli.warm_scripts import compare_script, run_plain, run_script
 

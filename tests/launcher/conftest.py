@@ -31,7 +31,7 @@ from pathlib import Path
 from shoal import errors
 from shoal.launcher.environment import place_from
 from shoal.launcher.failure import report_failure
-from shoal.launcher.children import die_with_parent
+from shoal.launcher.orphans import die_with_parent
 from shoal.launcher.signals import StopRequest
 die_with_parent(os.environ)
 place = place_from(os.environ)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher import warm
-from shoal.launcher.warm import (
+from shoal.launcher import allocator
+from shoal.launcher.allocator import (
     GLIBC_BYTES,
     MMAP,
     MOST_TRIM_BYTES,
@@ -33,7 +33,7 @@ PAGES = BLOCKS * BLOCK_BYTES // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = f"""
 import ctypes, os, resource, sys
 import numpy as np
-from shoal.launcher.warm import keep_freed_memory, thresholds
+from shoal.launcher.allocator import keep_freed_memory, thresholds
 if sys.argv[1] == "keep":
     assert keep_freed_memory(thresholds(None, ranks=1), os.environ)
 
@@ -96,7 +96,7 @@ def test_what_the_user_chose_is_said(environ: dict[str, str], said: str) -> None
 
 def test_another_c_library_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is said of glibc, whatever its variables say."""
-    monkeypatch.setattr(warm.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory(thresholds(None, ranks=1), {})
     assert described(thresholds(None, ranks=1), HEXADECIMAL) == "as the C library has it"
 

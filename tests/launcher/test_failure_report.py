@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from shoal.launcher.failure import Exit, Failure, failure_of, failure_report, root_cause
+from shoal.launcher.failure import Failure, failure_of
+from shoal.launcher.root_cause import Exit, failure_report, root_cause
 
 
 def record(rank: int, message: str, *, secondary: bool = False) -> Failure:

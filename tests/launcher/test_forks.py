@@ -34,7 +34,7 @@ with forked_ranks(2) as forks:
         code = run_ranks(["/bin/false"], processes=2, run_directory=here, environ={**os.environ, **forks})
         print("launcher", int(code), bool(forks), flush=True)
         sys.exit(int(code))
-from shoal.launcher.children import die_with_parent
+from shoal.launcher.orphans import die_with_parent
 die_with_parent(os.environ)
 place = place_from(os.environ)
 rank = place.rank

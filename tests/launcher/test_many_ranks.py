@@ -13,8 +13,9 @@ from shoal.comm import packing
 from shoal.comm.board import Board
 from shoal.comm.packing import MANY, packed, unpacked
 from shoal.errors import CollectiveError
-from shoal.launcher.failure import Exit, Failure, failure_report, root_cause
+from shoal.launcher.failure import Failure
 from shoal.launcher.rendezvous import missing_ranks
+from shoal.launcher.root_cause import Exit, failure_report, root_cause
 from tests.waiting import HANG_S
 
 HEAD = 4

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from tests.waiting import HANG_S, wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 RANK = """
 import os, time
-from shoal.launcher.children import die_with_parent
+from shoal.launcher.orphans import die_with_parent
 die_with_parent(os.environ)
 print("armed", flush=True)
 time.sleep(3600)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.launcher.allocator import GLIBC_BYTES, MMAP, TRIM, Thresholds, described
 from shoal.launcher.environment import master_from, place_from
 from shoal.launcher.rank_process import ALLOC_CONF, log_path, rank_environment
-from shoal.launcher.warm import GLIBC_BYTES, MMAP, TRIM, Thresholds, described
 
 
 @given(st.integers(1, 64), st.integers(1, 256), st.data())

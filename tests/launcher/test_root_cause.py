@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher.failure import Exit, Failure, exit_code, root_cause
+from shoal.launcher.failure import Failure
+from shoal.launcher.root_cause import Exit, exit_code, root_cause
 
 
 def failure(rank: int, time_ns: int, *, secondary: bool = False, code: int = 1) -> Failure:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault
+from shoal.launcher.allocator import GLIBC_BYTES
 from shoal.launcher.failure import FAILURE_FOLDER
 from shoal.launcher.rank_process import start
 from shoal.launcher.signals import SAME_REQUEST_S
 from shoal.launcher.spawn import _pass_on, conclude, listening, run_ranks
 from shoal.launcher.supervision import Patience, StartOver, Supervision, Watch, has_arrived
-from shoal.launcher.warm import GLIBC_BYTES
 from tests.waiting import HANG_S, NEVER_S, wait_until
 
 WAIT = "ready(); wait_for_ever()"

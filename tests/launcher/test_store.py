@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from shoal.errors import CollectiveError, EnvironmentFault
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import connect_store
 from shoal.launcher.store.client import AuthenticatedStore
@@ -52,7 +52,7 @@ def connect(port: int, token: bytes = TOKEN) -> AuthenticatedStore:
 def raw(port: int) -> socket.socket:
     """A stranger's connection, which has read the store's first frame."""
     connection = socket.create_connection(("127.0.0.1", port), HANG_S)
-    sockets.receive(connection, most_bytes=512)
+    frames.receive(connection, most_bytes=512)
     return connection
 
 
@@ -64,7 +64,7 @@ def is_closed(connection: socket.socket) -> bool:
             said += piece
     except ConnectionResetError:
         return True
-    return said in (b"", sockets.encode(handshake.Refusal()))
+    return said in (b"", frames.encode(handshake.Refusal()))
 
 
 KEYS = st.sampled_from(["a", "b", "c"])
@@ -213,9 +213,9 @@ def test_a_false_store_is_refused() -> None:
 
         def pretend() -> None:
             connection, _ = listener.accept()
-            connection.sendall(sockets.encode(handshake.hello()))
-            sockets.receive(connection, most_bytes=512)
-            connection.sendall(sockets.encode(handshake.Welcome(bytes(32))))
+            connection.sendall(frames.encode(handshake.hello()))
+            frames.receive(connection, most_bytes=512)
+            connection.sendall(frames.encode(handshake.Welcome(bytes(32))))
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(handshake.TokenRefused, match="does not know this job's token"):
@@ -246,17 +246,17 @@ def garbage(connection: socket.socket) -> None:
 
 
 def request_without_proof(connection: socket.socket) -> None:
-    connection.sendall(sockets.encode(Request(0, "set", ["key"], [b"theirs"])))
+    connection.sendall(frames.encode(Request(0, "set", ["key"], [b"theirs"])))
 
 
 def proof_of_another_token(connection: socket.socket) -> None:
-    connection.sendall(sockets.encode(handshake.prove(handshake.key_for(OTHER, b"store"), handshake.hello())))
+    connection.sendall(frames.encode(handshake.prove(handshake.key_for(OTHER, b"store"), handshake.hello())))
     with contextlib.suppress(OSError):
-        connection.sendall(sockets.encode(Request(0, "set", ["key"], [b"theirs"])))
+        connection.sendall(frames.encode(Request(0, "set", ["key"], [b"theirs"])))
 
 
 def proof_for_another_service(connection: socket.socket) -> None:
-    connection.sendall(sockets.encode(handshake.prove(TOKEN, handshake.hello())))
+    connection.sendall(frames.encode(handshake.prove(TOKEN, handshake.hello())))
 
 
 def torchs_own_client(connection: socket.socket) -> None:
@@ -284,8 +284,8 @@ def test_a_recorded_proof_is_worth_nothing_later() -> None:
     with serving() as port:
         connect(port).set("key", "ours")
         with raw(port) as first:
-            recorded = sockets.encode(handshake.prove(handshake.key_for(TOKEN, b"store"), handshake.hello()))
-            first.sendall(recorded + sockets.encode(Request(0, "set", ["key"], [b"theirs"])))
+            recorded = frames.encode(handshake.prove(handshake.key_for(TOKEN, b"store"), handshake.hello()))
+            first.sendall(recorded + frames.encode(Request(0, "set", ["key"], [b"theirs"])))
             assert is_closed(first)
         assert connect(port).get("key") == b"ours"
 
@@ -307,7 +307,7 @@ def test_many_silent_strangers_keep_no_rank_out() -> None:
         assert connect(port).get("key") == b"value"
         for connection in crowd[:-16]:
             with contextlib.suppress(OSError):  # some are closed before they are greeted
-                sockets.receive(connection, most_bytes=512)
+                frames.receive(connection, most_bytes=512)
             assert is_closed(connection)
 
 

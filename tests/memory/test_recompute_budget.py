@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.memory import recompute_budget
 from shoal.memory.recompute import Recomputed, recompute
-from shoal.memory.recompute_budget import Candidate, Choice, Exchange, Profile, RecomputeBudget, chosen, profiled
+from shoal.memory.recompute_budget import Candidate, Exchange, KeptOutputs, Profile, RecomputeBudget, chosen, profiled
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes
 
 WIDTH, SAMPLES = 24, 16
@@ -78,7 +78,7 @@ def test_greedy_is_within_one_operator_of_the_best(seed: int) -> None:
         assert sum(choice.bytes for choice in found) <= budget
         best = least_time(profiles, budget)
         assert best - 1e-9 <= sum(choice.time for choice in found) <= best + largest
-    assert chosen(profiles, 0) == [Choice(time=profile.time) for profile in profiles]
+    assert chosen(profiles, 0) == [KeptOutputs(time=profile.time) for profile in profiles]
     assert all(choice.time == 0 for choice in chosen(profiles, enough))
 
 
@@ -180,15 +180,15 @@ def test_blocks_behind_one_that_is_looked_at_keep_nothing() -> None:
     (profile,) = drawn(1, blocks=1, operators=4)
     budget, small, large = RecomputeBudget(profile.saved_bytes), ((4, 8),), ((4, 9),)
     forward = lambda *sizes: [budget.choice(n, each, lambda: profile) for n, each in enumerate(sizes)]  # noqa: E731
-    assert forward(small, small, small) == [Choice()] * 3
+    assert forward(small, small, small) == [KeptOutputs()] * 3
     kept = forward(small, small, small)
     assert 0 < sum(choice.bytes for choice in kept) <= budget.bytes
-    assert forward(small, large, small) == [kept[0], Choice(), Choice()]
+    assert forward(small, large, small) == [kept[0], KeptOutputs(), KeptOutputs()]
     assert forward(small, large, small) == kept
     budget.looks_again = False
     assert forward(((4, 10),), ((4, 10),), ((4, 10),)) == kept, "other ranks would have to look, too"
     budget.looks_again = True
-    assert forward(((2, 8),), small, ((4, 8), (4, 8)))[2] == Choice(), "one tensor more"
+    assert forward(((2, 8),), small, ((4, 8), (4, 8)))[2] == KeptOutputs(), "one tensor more"
 
 
 def test_ranks_that_exchange_something_choose_alike() -> None:
@@ -197,7 +197,7 @@ def test_ranks_that_exchange_something_choose_alike() -> None:
     every = [msgspec.to_builtins(dict(enumerate(profiles))) for profiles in seen]
     size = max(sum(profile.saved_bytes for profile in profiles) for profiles in seen) // 2
 
-    def second(own: Sequence[Profile], exchange: Exchange | None) -> list[Choice]:
+    def second(own: Sequence[Profile], exchange: Exchange | None) -> list[KeptOutputs]:
         budget = RecomputeBudget(size, exchange=exchange)
         forwards = [[budget.choice(n, ((4, 8),), lambda: p) for n, p in enumerate(own)] for _ in range(2)]  # noqa: B023
         return forwards[1]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
-from shoal.optim.fused import Work
+from shoal.optim.fused import GroupTensors
 from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.layer_statistics import Factors, LayerStatistics, watch_alone
 
@@ -317,7 +317,7 @@ def test_what_has_no_statistics_is_left_to_adamw() -> None:
     """Weights that are shared, used by another module, or of a grouped convolution."""
     model = Odd()
     optimizer = connected(model, lr=LR, adamw_rate=0.5)
-    every = [Work(group, group["params"], group["params"]) for group in optimizer.param_groups]
+    every = [GroupTensors(group, group["params"], group["params"]) for group in optimizer.param_groups]
     matrices, others = optimizer.divided(every)
     assert [id(p) for one in matrices for p in one.parameters] == [id(model.alone.weight)]
     assert {id(p) for one in others if one.group["lr"] == 0.5 * LR for p in one.parameters} == {

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.observe.events import Event, Tail, read_events
-from shoal.page.lead import History, Lead
+from shoal.page.history import History
+from shoal.page.lead import Lead
 from shoal.page.rank_times import PARTS, RankTimes
 from tests.page.runs import STEP_S, write_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from shoal.planner.predict.measured import OPERATIONS, OPERATORS
-from shoal.topology.cluster import Calibration, CollectiveFit, OperatorTime
+from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
 CORES = 2
 RATE, LAUNCH_S = 20e9, 5e-6

@@ -28,7 +28,8 @@ from shoal.optim.kinds import LAMB, LBFGS, Adafactor, Lion, NewtonCG
 from shoal.optim.matrix_kinds import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.optim.parts import Parts
 from shoal.planner.explain.text import help_sentence
-from shoal.planner.predict.predictor import Prediction, save_of
+from shoal.planner.predict.predictor import Prediction
+from shoal.planner.predict.run_cost import save_of
 from shoal.planning import answer
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.planning.cluster_here import add_calibration, calibration_path, read_calibration
-from shoal.topology.cluster import Calibration, CollectiveFit, MatrixProduct
+from shoal.planning.calibration import add_calibration, calibration_path, read_calibration
+from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct
 
 
 def _fit(ranks: int, alpha_s: float) -> CollectiveFit:

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.errors import EnvironmentFault
 from shoal.planning.cluster_here import Facts, describe
-from shoal.topology.cluster import GIB, Calibration, CollectiveFit, MatrixProduct
+from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct
+from shoal.topology.cluster import GIB
 from shoal.topology.cluster_file import cluster_from
 
 CORES = Facts("tuna", 4, 16 * GIB)

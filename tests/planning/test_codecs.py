@@ -16,7 +16,7 @@ from shoal.cli.simulate import simulate
 from shoal.codec.config import CastConfig, NoCodec, SignConfig
 from shoal.cost.transformer import matrix_shapes
 from shoal.models.gpt import GPT
-from shoal.planner.explain.explain import PROPOSED, codec_changes
+from shoal.planner.explain.codecs import PROPOSED, codec_changes
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.simulate.work import Stragglers
 from shoal.planning.answer import planned, transformer_of

@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import write_facts
 from shoal.observe.prediction import STEP
-from shoal.planning.prediction import as_record, as_text, elsewhere, measured_run
+from shoal.planning.elsewhere import as_record, as_text, elsewhere, measured_run
 from shoal.runfile.load import load_run
 from tests.planner.calibrations import calibration
 

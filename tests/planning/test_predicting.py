@@ -12,12 +12,12 @@ from shoal.observe.prediction import BASIS, MEMORY, STEP, compared
 from shoal.observe.record import read_record
 from shoal.observe.report import page
 from shoal.observe.summary import summarize
+from shoal.planning.calibration import HOW, UNCOVERED, measured_here, unpredicted
 from shoal.planning.history import history_path, remembered, track_record
-from shoal.planning.operators import HOW, UNCOVERED, measured_here, unpredicted
 from shoal.planning.prediction import prediction_facts, remember_run
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Calibration, CollectiveFit, OperatorTime
+from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig
 from shoal.planning.answer import planned
-from shoal.planning.operators import cores
 from shoal.planning.plan_file import written_plan
 from shoal.planning.tried_step import tried_step
 from shoal.runfile.load import load_run

@@ -10,8 +10,8 @@ import pytest
 
 from shoal.codec.config import TopKConfig
 from shoal.errors import ConfigError
+from shoal.runfile.codec_rules import codec_refusal
 from shoal.runfile.load import load_run
-from shoal.runfile.sync_rules import codec_refusal
 from tests.verification.layouts import run_file_of
 
 TOP_K = {"codec": {"kind": "top_k"}}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.assembly.start import processes_of
+from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.load import load_run
-from shoal.runfile.sync_rules import elastic_refusal
 
 RECIPE = Path(__file__).parents[2] / "recipes/stdlib-gpt.toml"
 

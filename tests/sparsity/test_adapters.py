@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 
 from shoal.assembly.splitting import _look, _looking
-from shoal.checkpoint.inspect import export, weights_of
+from shoal.checkpoint.weights import export, weights_of
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.adapters import BypassWatch, adapt, is_adapter, merged, quantise, refuse_bypassed_layers
 from shoal.models.build import initialise

@@ -10,11 +10,11 @@ import torch
 
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.shrinking import sentence, shrink
-from shoal.checkpoint.inspect import save_weights, weights_of
+from shoal.checkpoint.weights import save_weights, weights_of
 from shoal.cli.checkpoint import export
 from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError
-from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_mask, unit_scores
+from shoal.sparsity.units import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_mask, unit_scores
 from tests.assembly.training_ranks import trained as taken
 from tests.models.huggingface.architectures import FURTHER, GPT2, MIXTRAL, NEOX
 from tests.sparsity.test_foreign_models import LLAMA

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.assembly.objects import UserObjects, model_of
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.cli.checkpoint import export
 from shoal.config.load import dumps
 from tests.assembly.journey import Leg, travel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.assembly.sparse import left_out_in
 from shoal.comm.collective import gather_named
-from shoal.sparsity.masks import Owners
+from shoal.sparsity.owners import Owners
 from shoal.sparsity.training import SparseTraining
 from tests.assembly.journey import whole_state
 from tests.comm.local import LocalCollective, local_group

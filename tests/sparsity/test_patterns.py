@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shoal.assembly.masked_layers import masked_layers, said_of_masks
 from shoal.errors import ConfigError
 from shoal.parallel.split import Unsplit
-from shoal.sparsity.changes import check_divides, moved, of_every, spread, top, units, units_in
 from shoal.sparsity.config import Magnitude, Sparse
 from shoal.sparsity.masks import Masks, packed, unpacked
+from shoal.sparsity.patterns import check_divides, moved, of_every, spread, top, units, units_in
 from shoal.topology.holding import whole
 from tests.verification.layouts import run_file_of
 

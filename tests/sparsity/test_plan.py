@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from shoal.sparsity.changes import MaskPlan, erk
 from shoal.sparsity.config import L0, SET, Magnitude, MaskSchedule, RigL, Snip, Sparse
+from shoal.sparsity.mask_plan import MaskPlan, erk
 
 
 def plan(config: Sparse, **schedule: object) -> MaskPlan:

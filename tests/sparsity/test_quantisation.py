@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.assembly.shrinking import as_integers
-from shoal.checkpoint.inspect import export, weights_of
+from shoal.checkpoint.weights import export, weights_of
 from shoal.errors import ConfigError, UsageError
 from shoal.models.adapters import integers, quantise, restored, rounded
 from shoal.models.config import QuantisationConfig

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.sparsity.changes import of_every, of_every_tile
 from shoal.sparsity.masks import Masks, packed
+from shoal.sparsity.patterns import of_every, of_every_tile
 from shoal.sparsity.semi_structured import Product, SemiStructured, check_device, of_device
 from tests.assembly.journey import whole_state
 from tests.ranks import TestPlace

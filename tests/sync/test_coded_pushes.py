@@ -15,7 +15,7 @@ from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded_sum import CodedPushes, Spent
 from shoal.comm.exchanges.exchange import Segment
-from shoal.runfile.sync_rules import codec_refusal
+from shoal.runfile.codec_rules import codec_refusal
 from tests.comm.exchanges.test_coded import on_ranks
 from tests.sync.steps import ADAM, SGD, STEPS, Tables, gap, train
 from tests.verification.layouts import corpus, run_file_of

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from shoal.comm.collective import Alone
 from shoal.state import Owned
 from shoal.sync.config import LocalConfig
-from shoal.sync.local import OuterStep
+from shoal.sync.outer import OuterStep
 from shoal.sync.strategy import Replica
 
 EXACT = 1e-15

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.sync.server_tables import ALIGNMENT, partition
+from shoal.sync.server_partition import ALIGNMENT, partition
 
 
 @pytest.mark.parametrize("whole", [False, True])

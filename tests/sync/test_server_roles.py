@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from shoal.sync.config import ServerConfig
-from shoal.sync.server_tables import roles_of
+from shoal.sync.server_roles import roles_of
 from tests.comm.hosts import on_host
 from tests.ranks import TestPlace
 from tests.sync.test_server import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.sync.config import StreamingConfig
-from shoal.sync.local import fragments_of
+from shoal.sync.streaming import fragments_of
 from tests.sync.steps import ADAM, STEPS, SUM_ORDER, Tables, gap, mean_of, train
 from tests.verification.layouts import corpus
 

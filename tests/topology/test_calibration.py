@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.topology.cluster import Calibration, CollectiveFit
+from shoal.topology.calibration import Calibration, CollectiveFit
 
 OLD = {"backend": "shm", "operation": "all_reduce", "ranks": 2, "alpha_s": 1e-5, "beta_s": 1e-9, "sizes": 8}
 

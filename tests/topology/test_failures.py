@@ -9,7 +9,7 @@ import pytest
 
 from shoal.topology.cluster import Architecture, Reliability
 from shoal.topology.cluster_file import known_cluster
-from shoal.topology.devices import PUBLISHED, failures_per_s, published_rate
+from shoal.topology.failures import PUBLISHED, failures_per_s, published_rate
 
 HOUR_S = 3600.0
 SPREAD = 2.6  # RSC-1 and RSC-2, of one owner and one year, differ by 2.8 among themselves

@@ -13,9 +13,11 @@ from shoal.maths.mixing import Matrix
 from shoal.sync.config import GossipConfig
 from shoal.sync.easgd import EASGDAgreement
 from shoal.sync.gossip import GossipAgreement
-from shoal.sync.local import LocalAgreement, OuterStep, Period, StreamingAgreement
+from shoal.sync.local import LocalAgreement, Period
+from shoal.sync.outer import OuterStep
 from shoal.sync.push_sum import PushSum
 from shoal.sync.server_part import ServedPart
+from shoal.sync.streaming import StreamingAgreement
 from tests.ranks import TestPlace
 from tests.verification.layouts import verified
 

@@ -13,7 +13,7 @@ import torch
 
 from shoal.assembly.job import build_job, run_start
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.engine.loop import steps
 from shoal.observe.sink import Sinks
 from shoal.optim.config import OptimizerConfig

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.wire.group import Choice, Way
+from shoal.wire.adaptive import Way, WayChoice
 from tests.wire.processes import run
 
 FAST, SLOW = 125e6, 6.25e6  # bytes a second: 1 Gbit/s, 50 Mbit/s
@@ -18,11 +18,11 @@ NOISE = 0.2
 
 def played(
     seed: int, *, phases: tuple[float, ...] = (FAST, SLOW, FAST)
-) -> tuple[Choice, list[tuple[str, float, float]]]:
+) -> tuple[WayChoice, list[tuple[str, float, float]]]:
     """The choice over the phases, from guesses of coding that are half off: way, seconds of exchange, of coding."""
     draw = random.Random(seed)
     guessed = {name: way._replace(coding_s=way.coding_s * draw.uniform(0.5, 1.5)) for name, way in WAYS.items()}
-    choice, log = Choice(guessed), []
+    choice, log = WayChoice(guessed), []
     for rate in phases:
         for _ in range(PHASE):
             way = WAYS[choice.name]
@@ -68,7 +68,7 @@ def test_it_stays_with_a_way_that_is_the_best_on_every_link(seed: int) -> None:
         return way.sent_bytes / rate + JITTER_S * draw.random() ** 3, way.coding_s * (1 + NOISE * draw.random())
 
     probe_bytes = 262_144
-    choice = Choice(ONE_BEST, bytes_s=probe_bytes / (probe_bytes / FAST + JITTER_S * draw.random() ** 3))
+    choice = WayChoice(ONE_BEST, bytes_s=probe_bytes / (probe_bytes / FAST + JITTER_S * draw.random() ** 3))
     for rate in (FAST, SLOW, FAST):
         begun, least_s = 0.0, 0.0
         for _ in range(FEW):
@@ -82,7 +82,7 @@ def test_it_is_replayed_from_the_times_alone() -> None:
     draw = random.Random(3)
     guessed = {name: way._replace(coding_s=way.coding_s * draw.uniform(0.5, 1.5)) for name, way in WAYS.items()}
     _, log = played(3)
-    again = Choice(guessed)
+    again = WayChoice(guessed)
     for way, exchange_s, coding_s in log:
         assert again.name == way
         again.note(exchange_s, coding_s)

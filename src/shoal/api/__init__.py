@@ -149,7 +149,7 @@ def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[
 
     Raises `UsageError` where there is no checkpoint, or where it is not of such a model; `CorruptCheckpoint`.
     """
-    from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+    from shoal.checkpoint.weights import copy_weights, require_weights_of, weights_of
 
     weights = weights_of(Path(source))
     if model is not None:
@@ -400,7 +400,7 @@ def _give_back(model: Any, directory: Path) -> None:
     """The trained weights and buffers to the script's own module: the ranks have trained copies of it."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
-        from shoal.checkpoint.inspect import copy_weights, weights_of
+        from shoal.checkpoint.weights import copy_weights, weights_of
 
         copy_weights(weights_of(directory), model)
 

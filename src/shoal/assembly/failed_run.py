@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
-from shoal.launcher.failure import ExitCode
+from shoal.launcher.spawn import ExitCode
 from shoal.launcher.supervision import say
 from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events

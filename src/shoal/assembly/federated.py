@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace as replace_table
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
-from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+from shoal.checkpoint.weights import copy_weights, require_weights_of, weights_of
 from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UserCodeError

@@ -19,8 +19,8 @@ from shoal.assembly.run import Run, open_run
 from shoal.codec.config import NoCodec
 from shoal.engine.recovery import load_weights
 from shoal.errors import ConfigError, UsageError
+from shoal.federated.client_data import ClientData
 from shoal.federated.config import FederatedClient
-from shoal.federated.local_training import ClientData
 from shoal.federated.privacy.accountants import sample_budget
 from shoal.federated.simulation import data_for, shards_of
 from shoal.federated.task import Task

@@ -1,12 +1,19 @@
-"""Which layers of a model `[sparsity]` masks."""
+"""Which layers of a model `[sparsity]` masks, and the run that a lottery ticket comes from."""
 
 from __future__ import annotations
 
 import json
 import math
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from shoal import units
+from shoal.checkpoint.commit import checkpoint_in, read_manifest
+from shoal.checkpoint.load import read_all
+from shoal.engine.state import MODEL
 from shoal.errors import ConfigError
 from shoal.models.adapters import in_head
 from shoal.models.config import GPTConfig, ModelConfig
@@ -14,8 +21,9 @@ from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.roles import AS_IT_IS
 from shoal.parallel.split import Split, Unsplit
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import undivided
-from shoal.sparsity.config import Sparse
+from shoal.sparsity.changes import Ticket
+from shoal.sparsity.config import Lottery, Sparse
+from shoal.sparsity.patterns import undivided
 from shoal.topology.holding import Dims
 
 DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
@@ -124,3 +132,21 @@ def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:
                 f"sparsity.layers: {json.dumps(pattern)} matches no trained weight of two dimensions or more; this "
                 f"model has {some}, ..."
             )
+
+
+def ticket_of(config: Sparse, device: torch.device) -> Ticket | None:
+    """Opens the run that a lottery ticket comes from. Raises `UsageError` where there is no checkpoint."""
+    if not isinstance(config, Lottery):
+        return None
+    folder = checkpoint_in(Path(config.ticket))
+    manifest = read_manifest(folder)
+
+    def weights(name: str) -> Tensor:
+        found = read_all(manifest, folder.parent.parent, f"{MODEL}{name}").get(f"{MODEL}{name}")
+        if found is None:
+            raise ConfigError(
+                f"sparsity.ticket = {json.dumps(config.ticket)} has no {name}: give a run of the same model"
+            )
+        return found.to(device)
+
+    return weights

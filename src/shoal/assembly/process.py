@@ -18,12 +18,12 @@ from shoal.comm.default_group import default_group
 from shoal.comm.mesh import Mesh
 from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
-from shoal.launcher.devices import ONE_RANK_DEVICES, memory_limit, too_few_gpus
+from shoal.launcher.allocator import Thresholds, described, keep_freed_memory, thresholds
+from shoal.launcher.devices import ONE_RANK_DEVICES, cores, memory_limit, too_few_gpus
 from shoal.launcher.environment import Place
 from shoal.launcher.rank_process import ALLOC_CONF
 from shoal.launcher.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.launcher.supervision import say_arrived
-from shoal.launcher.warm import Thresholds, described, keep_freed_memory, thresholds
 from shoal.runfile.run_file import RunFile
 
 
@@ -151,4 +151,4 @@ def _share_host(place: Place, environ: Mapping[str, str]) -> None:
     """Ranks of one host talk over loopback and share its cores: more threads than cores make every rank slower."""
     interface_for(place, os.environ)
     if "OMP_NUM_THREADS" not in environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+        torch.set_num_threads(max(1, cores() // place.local_world_size))

@@ -31,6 +31,7 @@ from shoal.data.feed import FedStep, Feed
 from shoal.engine.loop import StepFeed
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.files import read_file
+from shoal.launcher.devices import cores
 from shoal.launcher.environment import Place
 from shoal.launcher.own_script import PROFILE
 from shoal.observe.profile.bottleneck import Bottleneck, Measured, Setup, bottleneck
@@ -127,7 +128,7 @@ def setup_of(run_file: RunFile, place: Place) -> Setup:
         readers=run_file.data.readers,
         reader_kind=run_file.data.reader_kind,
         prefetch_steps=run_file.data.prefetch_steps,
-        cores=max(1, len(os.sched_getaffinity(0)) // place.local_world_size),
+        cores=max(1, cores() // place.local_world_size),
         codec_helps=isinstance(run_file.codec, NoCodec) and replicas > 1 and refusal(coded) is None,
         may_compile=not run_file.run.compile and refusal(compiled) is None,
     )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal.assembly.masked_layers import REMOVABLE, key_heads
 from shoal.assembly.objects import UserObjects, model_of, skeleton_of
 from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
-from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all
+from shoal.checkpoint.weights import save_weights, shown_weights
 from shoal.config.load import dumps
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UsageError
@@ -29,9 +29,10 @@ from shoal.models.huggingface.config import TransformersConfig, config_keys, exp
 from shoal.models.roles import roles_of, stored_in
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import top
-from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_scores, unpacked
+from shoal.sparsity.masks import unpacked
+from shoal.sparsity.patterns import top
 from shoal.sparsity.training import MASK
+from shoal.sparsity.units import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_scores
 from shoal.topology.holding import Dims
 
 

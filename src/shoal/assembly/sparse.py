@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from shoal.assembly.masked_layers import key_heads, masked_layers
+from shoal.assembly.masked_layers import key_heads, masked_layers, ticket_of
 from shoal.assembly.splitting import Divided, trained_in
-from shoal.checkpoint.commit import checkpoint_in, read_manifest
-from shoal.checkpoint.load import read_all
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
-from shoal.engine.state import MODEL, TrainState
+from shoal.engine.state import TrainState
 from shoal.engine.updates import LeavesOut
-from shoal.errors import ConfigError
 from shoal.optim.average import Resting
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import MaskPlan, Ticket
-from shoal.sparsity.config import Lottery, Sparse
+from shoal.sparsity.config import Sparse
+from shoal.sparsity.exchange import PackedBy
 from shoal.sparsity.freezing import Freezing, block_names
-from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
+from shoal.sparsity.mask_plan import MaskPlan
+from shoal.sparsity.masks import Masks
+from shoal.sparsity.owners import Owners
+from shoal.sparsity.packed_state import PackedState
 from shoal.sparsity.plasticity import Activations
 from shoal.sparsity.semi_structured import SemiStructured, check_device, of_device
-from shoal.sparsity.training import PackedState, SparseTraining, WholeNorm
+from shoal.sparsity.training import SparseTraining, WholeNorm
+from shoal.sparsity.units import unit_groups
 from shoal.state import Owned
 
 
@@ -88,7 +86,7 @@ def build_sparse(
         seed=run_file.run.seed,
         held={own.name for own in owned} | {holding.name for holding, _ in split.held},
         whole_norm=WholeNorm(owned, replica or group, placed.device),
-        ticket=_ticket(config, placed.device),
+        ticket=ticket_of(config, placed.device),
         state_home=home,
     )
     training.products = _products(config, split, layers, placed.device)
@@ -140,21 +138,3 @@ def build_freezing(
 def left_out_in(state: TrainState) -> list[LeavesOut]:
     """What of a run's state leaves a part of the model out of its steps: freezing, then masks."""
     return [section for section in state.others if isinstance(section, Freezing | SparseTraining)]
-
-
-def _ticket(config: Sparse, device: torch.device) -> Ticket | None:
-    """Opens the run that a lottery ticket comes from. Raises `UsageError` where there is no checkpoint."""
-    if not isinstance(config, Lottery):
-        return None
-    folder = checkpoint_in(Path(config.ticket))
-    manifest = read_manifest(folder)
-
-    def weights(name: str) -> Tensor:
-        found = read_all(manifest, folder.parent.parent, f"{MODEL}{name}").get(f"{MODEL}{name}")
-        if found is None:
-            raise ConfigError(
-                f"sparsity.ticket = {json.dumps(config.ticket)} has no {name}: give a run of the same model"
-            )
-        return found.to(device)
-
-    return weights

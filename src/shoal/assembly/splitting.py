@@ -42,7 +42,7 @@ from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import draws_nothing, key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
 from shoal.models.roles import DeclaresParts
-from shoal.parallel.context import positions
+from shoal.parallel.context.core import positions
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
 from shoal.parallel.split import Split, split_model
 from shoal.runfile.layout_rules import microbatch_sizes

@@ -25,15 +25,15 @@ from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.files import refused_file, temporary_folder
-from shoal.launcher.children import die_with_parent
 from shoal.launcher.devices import ONE_RANK_DEVICES, gpus, too_few_gpus
 from shoal.launcher.environment import Place, place_from
-from shoal.launcher.failure import FAILURE_FOLDER, TORCHRUN_FILE, ExitCode, failure_of, is_out_of_memory, report_failure
+from shoal.launcher.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
 from shoal.launcher.lab.lab_file import Lab
 from shoal.launcher.lab.network import run_in_lab
 from shoal.launcher.lock import RunLock
+from shoal.launcher.orphans import die_with_parent
 from shoal.launcher.signals import end_at_once
-from shoal.launcher.spawn import run_ranks
+from shoal.launcher.spawn import ExitCode, run_ranks
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.launcher.versions import check_torch_version, installed
 from shoal.launcher.warm import is_shoals_own, preload

@@ -274,5 +274,5 @@ def _changes(run_file: RunFile, model: nn.Module) -> Iterator[tuple[str, str, Ru
 
 
 def _samples_at_once(run_file: RunFile) -> int:
-    layout = run_file.layout.layout(run_file.run.processes or run_file.layout.default_processes or 1)
+    layout = run_file.layout.layout(run_file.stated_processes or 1)
     return microbatch_sizes(run_file, shares=layout.replicate * layout.shard).samples

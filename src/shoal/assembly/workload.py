@@ -17,7 +17,7 @@ from shoal.assembly.process import Process
 from shoal.assembly.reading import check_reading, check_short_step, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
 from shoal.checkpoint.commit import checkpoint_in, run_directory_of
-from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+from shoal.checkpoint.weights import copy_weights, require_weights_of, weights_of
 from shoal.data.batches import SlowReads
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens

@@ -72,7 +72,7 @@ def codec(
     result = on_ranks(command, processes=2 if accuracy else 1)
     print_report("codec", result, as_json=as_json)
     if keep and not accuracy:
-        from shoal.planning.cluster_here import calibration_path
+        from shoal.planning.calibration import calibration_path
 
         path = calibration_path(os.environ)
         keep_times({row["codec"]: row for row in result["times"]}, CODECS, path)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.codec.codec import Codec
-    from shoal.topology.cluster import Calibration
+    from shoal.topology.calibration import Calibration
 
 
 WARM_UP = 2
@@ -60,7 +60,7 @@ CODECS: Mapping[str, CodecConfig] = {
     "power_sgd_2": PowerSGDConfig(rank=2),
     "acp_sgd": ACPSGDConfig(),
 }
-"""What `shoal bench codec` measures."""
+"""What `shoal bench codec` measures, by the names that its tables print."""
 
 
 def coding_times(one: Codec, gradient: Tensor, calls: int) -> tuple[float, float]:
@@ -106,9 +106,9 @@ def seconds_of(call: Callable[[], object]) -> float:
 def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, CodecConfig], path: Path) -> Calibration:
     """Adds the seconds of each codec of `configs` to the calibration file at `path`."""
     from shoal.bench.report import machine_facts
-    from shoal.codec.stated import label
-    from shoal.planning.cluster_here import add_calibration
-    from shoal.topology.cluster import Calibration, CodecTime
+    from shoal.codec.costs import label
+    from shoal.planning.calibration import add_calibration
+    from shoal.topology.calibration import Calibration, CodecTime
 
     facts = machine_facts()
     codecs: Sequence[CodecTime] = [
@@ -119,6 +119,3 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     ]
     machine = f"{facts['processor']}, {facts['cores']} cores"
     return add_calibration(path, Calibration(machine=machine, torch=facts["torch"], codecs=tuple(codecs)))
-
-
-# The codecs that `shoal bench codec` compares, by the names that its tables print. Imports no torch.

@@ -22,7 +22,7 @@ from shoal.launcher.lab.lab_file import Lab, load_lab
 
 if TYPE_CHECKING:
     from shoal.launcher.environment import Place
-    from shoal.topology.cluster import Calibration
+    from shoal.topology.calibration import Calibration
 
 
 def comm(
@@ -105,7 +105,7 @@ def check_hosts(backends: Sequence[str], host_of: Sequence[int], *, lab: bool) -
 
 def calibration_of(fits: Sequence[dict[str, Any]]) -> Calibration:
     """A calibration of this machine that holds these fits alone."""
-    from shoal.topology.cluster import Calibration, CollectiveFit
+    from shoal.topology.calibration import Calibration, CollectiveFit
 
     facts = machine_facts()
     return Calibration(
@@ -125,7 +125,7 @@ def _ranks_of(lab: Lab, processes: str) -> int:
 
 
 def _keep(fits: Sequence[dict[str, Any]]) -> Path:
-    from shoal.planning.cluster_here import add_calibration, calibration_path
+    from shoal.planning.calibration import add_calibration, calibration_path
 
     path = calibration_path(os.environ)
     add_calibration(path, calibration_of(fits))

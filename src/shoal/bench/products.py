@@ -27,7 +27,7 @@ from shoal.bench.report import machine_facts, print_report
 
 if TYPE_CHECKING:
     from shoal.launcher.environment import Place
-    from shoal.topology.cluster import Calibration, MatrixProduct
+    from shoal.topology.calibration import Calibration, MatrixProduct
 
 ROUGH = Sweep(
     operations=("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), backends=("shm",),
@@ -45,7 +45,7 @@ def products(
 
     Example: shoal bench products --processes 1,2
     """
-    from shoal.planning.cluster_here import calibration_path
+    from shoal.planning.calibration import calibration_path
 
     if is_rank():
         run_as_rank(measure)
@@ -87,7 +87,7 @@ def measure(place: Place) -> dict[str, Any] | None:
         wait_times,
     )
     from shoal.bench.report import told
-    from shoal.planning.operators import cores
+    from shoal.launcher.devices import cores
     from shoal.topology.layout import Layout
 
     store, ranks = join_store(place), place.world_size
@@ -111,8 +111,8 @@ def keep(results: Sequence[dict[str, Any]], path: Path) -> Calibration:
     """Adds the results of all numbers of ranks, and the factor that follows from them, to the calibration file."""
     import msgspec
 
-    from shoal.planning.cluster_here import add_calibration
-    from shoal.topology.cluster import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
+    from shoal.planning.calibration import add_calibration
+    from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
 
     machine, torch = _machine()
     newer = Calibration(
@@ -136,9 +136,10 @@ def step_factor(calibration: Calibration) -> float | None:
     None where the step, operators or collectives are missing in the calibration.
     """
     from shoal.bench.operator_times import crowd_run
+    from shoal.launcher.devices import cores
     from shoal.planner.predict.measured import measured_of
     from shoal.planning.answer import cluster_of, predictor_on
-    from shoal.planning.operators import SWEPT, cores
+    from shoal.planning.calibration import SWEPT
     from shoal.planning.plan_file import written_plan
 
     alone_s = next((crowd.step_s for crowd in calibration.crowds if crowd.ranks == 1), None)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal import units
+from shoal.launcher.devices import cores
 from shoal.launcher.environment import place_from
 from shoal.observe.terminal import ProgressBar, open_progress_bar
 from shoal.standard_output import answer
@@ -189,7 +190,7 @@ def machine_facts() -> dict[str, Any]:
     total_kib = next((line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0")
     return {
         "processor": model or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_bytes": int(total_kib) * 1024,
         "python": platform.python_version(),
         "torch": version("torch"),

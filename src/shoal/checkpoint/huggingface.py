@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
-from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.objects import temporary
+from shoal.checkpoint.weights import save_weights, shown_weights
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.models.huggingface.build import build, plain, without_bars
 from shoal.models.huggingface.config import TransformersConfig

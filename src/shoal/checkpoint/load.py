@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import tensorfile
-from shoal.checkpoint.encoded import THREADS, EncodedObject, in_order
+from shoal.checkpoint.encoding import THREADS, EncodedObject, in_order
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.tensorfile import BY_NAME, dtype_name, family

@@ -39,7 +39,7 @@ from shoal.checkpoint.agreement import (
     hear,
 )
 from shoal.checkpoint.commit import Pointer, best_step, commit, point_best, point_latest, retain, sweep
-from shoal.checkpoint.encoded import Made, listed
+from shoal.checkpoint.encoding import Made, listed
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, damage, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan

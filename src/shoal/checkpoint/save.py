@@ -3,7 +3,7 @@
     save.py        `Saver.save`: agree on who writes what (once), copy, hand over to the thread
     plan.py        which rank writes which part of which tensor, on the cells of a grid (tensorfile.py)
     staging.py     the copy, laid out as the files will be (tensorfile.py)
-    encoded.py     the thread: objects in fewer bytes (planes.py), where that is asked for
+    encoding.py    the thread: objects in fewer bytes (planes.py), where that is asked for
     round.py       the thread: write, read back, publish what was written, learn whether it counts
     agreement.py   what a rank says meanwhile, so that nobody waits for a dead one
     objects.py     files that survive a crash; commit.py: the rename that makes a checkpoint of them
@@ -31,7 +31,7 @@ from typing import Any
 from shoal.checkpoint.agreement import InventoryAgreement, MessageExchange, Ranks
 from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.encoded import Encoder
+from shoal.checkpoint.encoding import Encoder
 from shoal.checkpoint.manifest import plain
 from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
 from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for

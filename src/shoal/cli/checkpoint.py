@@ -158,8 +158,8 @@ def export(
     if to == "safetensors":
         output_file(file)
     require_checkpoint(source)
-    from shoal.checkpoint.inspect import export as write
-    from shoal.checkpoint.inspect import in_dtype
+    from shoal.checkpoint.weights import export as write
+    from shoal.checkpoint.weights import in_dtype
 
     with busy(f"writing {file}"):
         made = _integers(source) if integers else _merge(source)
@@ -275,7 +275,7 @@ def import_(
         from shoal.checkpoint.objects import require_weights
 
         require_weights(file)
-        from shoal.checkpoint.inspect import import_weights as read
+        from shoal.checkpoint.weights import import_weights as read
 
     with busy(f"writing a checkpoint to {directory}"):
         folder = read(file, directory)

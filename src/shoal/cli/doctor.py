@@ -137,9 +137,9 @@ def _exit_code(found: Sequence[Finding]) -> int:
 
 def _write_cluster(path: Path) -> tuple[str, ...]:
     """What was assumed."""
-    from shoal.launcher.devices import gpu_names, memory_limit
+    from shoal.launcher.devices import cores, gpu_names, memory_limit
+    from shoal.planning.calibration import calibration_here
     from shoal.planning.cluster_here import Facts, describe
-    from shoal.planning.operators import calibration_here, cores
 
     limit = memory_limit()
     memory_bytes = limit.total_bytes if limit is not None else 4 * cores() << 30

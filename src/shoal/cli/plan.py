@@ -17,11 +17,11 @@ from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument,
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.planner.search.search import Scaled
+    from shoal.planner.search.scaling import Scaled
     from shoal.planning.answer import Planned
     from shoal.planning.history import Confidence
     from shoal.planning.measured_step import MeasuredStep
-    from shoal.planning.operators import OperatorSplits
+    from shoal.planning.operator_splits import OperatorSplits
     from shoal.planning.trial import PlanTrial
     from shoal.runfile.run_file import RunFile
 
@@ -119,7 +119,7 @@ def plan(
         raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
     if cluster is not None:
         load_cluster(cluster)  # wrong files are refused before what follows imports torch
-    from shoal.planner.search.search import scaling_of
+    from shoal.planner.search.scaling import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
     from shoal.planning.measured_step import step_of_earlier_run
@@ -182,12 +182,12 @@ def plan(
 
 
 def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> None:
-    from shoal.planning import prediction
+    from shoal.planning import elsewhere
 
-    run = prediction.measured_run(run_file, directory)
+    run = elsewhere.measured_run(run_file, directory)
     with busy("searching the layouts that fit other machines"):
-        found = prediction.elsewhere(run)
-    answer(json.dumps(prediction.as_record(run, found)) if as_json else prediction.as_text(run, found))
+        found = elsewhere.elsewhere(run)
+    answer(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
 
 
 def _measured_step(
@@ -239,7 +239,7 @@ def _trials_text(trials: Sequence[PlanTrial]) -> str:
 
 
 def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
-    from shoal.planning.operators import operator_splits
+    from shoal.planning.operator_splits import operator_splits
 
     return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
 
@@ -309,7 +309,7 @@ def _asked_for(result: Planned, scaled: Scaled | None) -> list[str]:
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
-    from shoal.planner.explain.residuals import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.explain.residuals import confidence_record
     from shoal.planner.explain.text import help_sentence
 
     found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]
@@ -318,9 +318,9 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "cluster": {"name": cluster.name, "nodes": cluster.nodes, "devices": cluster.devices},
         "considered": found.considered,
         "fitting": found.fitting,
-        "plans": [prediction_record(one) for one in found.best],
-        "front": [prediction_record(one) for one in found.front],
-        "written": prediction_record(result.written) if result.written else None,
+        "plans": [one.record() for one in found.best],
+        "front": [one.record() for one in found.front],
+        "written": result.written.record() if result.written else None,
         "changes": [
             {
                 "what": c.what,
@@ -334,15 +334,15 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         ],
         "codecs": None if result.codings is None else result.codings.record(),
         "confidence": confidence_record(best, limit, time=confidence.time, memory=confidence.memory),
-        "scaling": None if scaled is None else [choice_record(one) for one in scaled.curve],
-        "front_of_devices": None if scaled is None else [choice_record(one) for one in scaled.front],
+        "scaling": None if scaled is None else [one.record() for one in scaled.curve],
+        "front_of_devices": None if scaled is None else [one.record() for one in scaled.front],
         "untraced": result.untraced,
         "why_not": result.why_not,
         "money": result.money,
         "basis": result.basis,
         "evidence": result.evidence,
         "track_record": result.track_record,
-        "constants": constants_record(result.predictor.constants),
+        "constants": result.predictor.constants.record(),
     }
 
 

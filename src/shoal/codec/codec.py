@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.codec.costs import ALIGNMENT_BYTES
 from shoal.codec.kernels import kernels_for
-from shoal.codec.stated import ALIGNMENT_BYTES
 
 Payload = tuple[Tensor, ...]
 """What is sent: one-dimensional tensors, as `Codec.fields` describes them."""

@@ -1,6 +1,6 @@
 """Table `[codec]`: what gradients become on the wire between ranks that sum them. Imports no torch.
 
-A new codec is its class, its table here, and its bytes in `stated.py` (docs/architecture.md, "How to add").
+A new codec is its class, its table here, and its bytes in `costs.py` (docs/architecture.md, "How to add").
 """
 
 from __future__ import annotations

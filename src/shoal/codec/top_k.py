@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing, block_count, in_blocks
 from shoal.codec.config import BlockTopKConfig, DCTTopKConfig, DGCConfig, RandomKConfig, ScaleComConfig, TopKConfig
+from shoal.codec.costs import RUN, kept
 from shoal.codec.kernels import compiled, compiles_for, kernels_for
-from shoal.codec.stated import RUN, kept
 from shoal.maths.counter import key_of, uniform
 
 # Places in a vector, packed: ascending, the low 16 bits of each, and how many lie in each run of 65,536 numbers.

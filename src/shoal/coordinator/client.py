@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.errors import EnvironmentFault, Stopped
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake
 from shoal.resilience.detection import Activity
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
@@ -65,8 +65,8 @@ class Connection:
 
     def ask(self, event: Event) -> Answer:
         """The coordinator's answer."""
-        self._socket.sendall(sockets.encode(event))
-        return sockets.decode(sockets.receive(self._socket, most_bytes=MOST_ANSWER_BYTES), ANSWERS)
+        self._socket.sendall(frames.encode(event))
+        return frames.decode(frames.receive(self._socket, most_bytes=MOST_ANSWER_BYTES), ANSWERS)
 
     def close(self) -> None:
         """Ends it; a thread that waits for an answer gets an `OSError`."""

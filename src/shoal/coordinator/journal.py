@@ -7,8 +7,11 @@ cut (sqlite.org/wal.html). One service has it open at a time. When a coordinator
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +19,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault, InUse
 from shoal.resilience.events import Decision
+from shoal.resilience.faults import JOURNAL, REHEARSAL, Strike, claim, has_struck, read_faults
 
 VERSION = 1
 D = TypeVar("D")
@@ -94,3 +98,27 @@ class Journal(Generic[D]):
         return EnvironmentFault(
             f"the journal {self.path} cannot be used ({error}): check the disk, or give another path for a new job"
         )
+
+
+def journal_of(environ: Mapping[str, str]) -> Callable[[Path], Journal]:
+    """What opens the journal: a plain one, but in a rehearsal."""
+    folder = environ.get(REHEARSAL)
+    return Journal if not folder else lambda path: RehearsedJournal(path, Path(folder))
+
+
+class RehearsedJournal(Journal):
+    """Fails at the passing that a fault with the label `JOURNAL` names, once in the whole run."""
+
+    def __init__(self, path: Path, scenario: Path) -> None:
+        super().__init__(path)
+        self._scenario, self._faults, self._passed = scenario, read_faults(scenario), 0
+
+    def append(self, decisions: Iterable[Decision]) -> None:
+        """See `Journal`."""
+        self._passed += 1
+        for number, fault in enumerate(self._faults):
+            due = fault.label == JOURNAL and fault.passing == self._passed
+            strike = Strike(time.time(), fault.step, fault.rank, os.getpid(), JOURNAL)
+            if due and not has_struck(self._scenario, number) and claim(self._scenario, number, strike):
+                raise EnvironmentFault(f"the journal {self.path} cannot be used ({os.strerror(errno.ENOSPC)})")
+        super().append(decisions)

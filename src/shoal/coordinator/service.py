@@ -26,7 +26,7 @@ import msgspec
 from shoal.coordinator.client import Address
 from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault, InUse, UsageError
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.launcher.environment import LOOPBACK
 from shoal.launcher.handshake import make_token
 from shoal.resilience.detection import Divergence, Slow
@@ -36,7 +36,7 @@ from shoal.resilience.membership import Membership, Response, Rules
 LOG = logging.getLogger("shoal.coordinator")
 MOST_REQUEST_BYTES = 16 << 10
 EVENTS = msgspec.msgpack.Decoder(Event)
-_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, sockets.FrameError)
+_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ class Service:
         writer.transport.set_write_buffer_limits(MOST_REQUEST_BYTES)
         limits = self._limits
         while True:
-            body = await sockets.read(
+            body = await frames.read(
                 reader, most_bytes=MOST_REQUEST_BYTES, begin_s=limits.idle_s, rest_s=limits.frame_s
             )
-            event = sockets.decode(body, EVENTS)
-            writer.write(sockets.encode(await self._settled(self.membership.handle(event, self._clock()))))
+            event = frames.decode(body, EVENTS)
+            writer.write(frames.encode(await self._settled(self.membership.handle(event, self._clock()))))
             async with asyncio.timeout(limits.frame_s):
                 await writer.drain()
 

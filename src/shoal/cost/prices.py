@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.cost.alpha_beta import Sweep
 from shoal.cost.matmul import Matmul, Rates, matmul_s, pass_s
 from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
+from shoal.cost.sweep import Sweep
 from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters
 
 FLOAT_BYTES = 4

@@ -25,7 +25,7 @@ from shoal.engine.loss import call_model, prediction_in, weighted_sum
 from shoal.gradients.gradients import Gradients
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
-from shoal.parallel.pipeline.joints import Packing, packing_of
+from shoal.parallel.pipeline.packing import Packing, packing_of
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.table import Action, ScheduleTable, forward_only

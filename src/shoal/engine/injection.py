@@ -31,7 +31,7 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.launcher.children import LAUNCHER_PID
+from shoal.launcher.orphans import LAUNCHER_PID
 from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 
 _INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from shoal.assembly.shrinking import Smaller, shrink
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
-from shoal.checkpoint.inspect import weights_of
 from shoal.checkpoint.load import read_all
+from shoal.checkpoint.weights import weights_of
 from shoal.errors import EnvironmentFault, Stopped, UsageError
 from shoal.experiments.diff import provenance_of
 from shoal.launcher.children import wait_for

@@ -1,6 +1,6 @@
 """The command of a trial: `shoal train` with its keys, its seed and its folder; and one trial by itself.
 
-Whether a trial that is over was trained with the keys that its sweep has now: an old result is no answer to them.
+A trial that is over counts if it was trained with the keys that its sweep has now: an old result is no answer to them.
 """
 
 from __future__ import annotations

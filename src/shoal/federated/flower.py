@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, EnvironmentFault, MissingExtra, UsageError, UserCodeError
 from shoal.federated.config import FederatedConfig
 from shoal.federated.local_training import LocalTrainer
-from shoal.federated.strategy import Plan, Setting, Strategy, Update
+from shoal.federated.strategy import RoundPlan, Setting, Strategy, Update
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
@@ -77,8 +77,8 @@ class FlowerStrategy(Strategy):
             del settings[RATE]  # the strategy leaves the rate to the run file's schedule
         self._settings, self._configured = settings, version
 
-    def configure(self) -> Plan:
-        return Plan(settings=self._settings)
+    def configure(self) -> RoundPlan:
+        return RoundPlan(settings=self._settings)
 
     def aggregate(self, model: Tensor, updates: Sequence[Update], *, version: int) -> Tensor:
         """Raises `EnvironmentFault` where the strategy makes no model, and `UserCodeError` for what cannot be kept."""

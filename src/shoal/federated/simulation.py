@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
+from shoal.federated.client_data import ClientData, steps_of
 from shoal.federated.config import SecureAggregationConfig
-from shoal.federated.local_training import ClientData, steps_of
 from shoal.federated.population import Device, classes_of, device_of, drops_out, needs_classes, partition
 from shoal.federated.privacy.accountants import Budget, chance_of, client_budget, sample_budget
 from shoal.federated.privacy.mechanisms import Simulated
@@ -28,9 +28,9 @@ from shoal.federated.report import RoundFigures, figures, of_each
 from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_mean, skellam_of
-from shoal.federated.strategy import Plan, Update, norms_of
+from shoal.federated.strategy import RoundPlan, Update, norms_of
 from shoal.federated.task import Task
-from shoal.federated.work import ClientState, LocalRound, ServerModel, Work, cluster_of
+from shoal.federated.work import ClientState, ClientWork, LocalRound, ServerModel, cluster_of
 from shoal.maths.counter import key_of, uniform
 
 MOST_ATTEMPTS = 20
@@ -60,7 +60,7 @@ class Simulation:
         self._given_out: tuple[int, int] | None = None
         self._waiting: dict[int, list[Ticket]] = {}
         self._trained: dict[Ticket, tuple[Update, ClientState]] = {}
-        self._from: dict[int, tuple[Tensor, Plan]] = {}
+        self._from: dict[int, tuple[Tensor, RoundPlan]] = {}
         self._local = local_mask(task)
         self._data: dict[str, ClientData] = {}
         self._devices: dict[str, Device] = {}
@@ -212,7 +212,9 @@ class Simulation:
         tickets = self._waiting.pop(version)
         model, plan = self._from[version]
         works = [
-            Work(t, self.data_of(t.client), self.states.get(t.client, ClientState()), width_of(self.task, t.client))
+            ClientWork(
+                t, self.data_of(t.client), self.states.get(t.client, ClientState()), width_of(self.task, t.client)
+            )
             for t in tickets
         ]
         done = LocalRound(self.task, self.server.strategy, model, plan, self._local).train(works)

@@ -62,7 +62,7 @@ from shoal.federated.config import (
     FedProxConfig,
     HeteroFLConfig,
 )
-from shoal.federated.strategy import Outcome, Plan, Strategy, Update, contributors, weighted_sum
+from shoal.federated.strategy import Outcome, RoundPlan, Strategy, Update, contributors, weighted_sum
 
 
 class FedAvg(Strategy):
@@ -86,9 +86,9 @@ class FedAvgM(Strategy):
 class FedProx(FedAvg):
     """Li et al., arXiv:1812.06127, equation 2."""
 
-    def configure(self) -> Plan:
+    def configure(self) -> RoundPlan:
         assert isinstance(self.config, FedProxConfig)
-        return Plan(pull=self.config.mu)
+        return RoundPlan(pull=self.config.mu)
 
 
 class FedNova(Strategy):
@@ -134,13 +134,13 @@ def _second_moment(config: FedOptConfig, v: Tensor, square: Tensor) -> Tensor:
 class Scaffold(Strategy):
     """`kept["control"]` is c. With weights by samples, c is the weighted mean, as f is."""
 
-    def configure(self) -> Plan:
-        return Plan(control=self.kept.get("control", torch.zeros(self.numel)))
+    def configure(self) -> RoundPlan:
+        return RoundPlan(control=self.kept.get("control", torch.zeros(self.numel)))
 
-    def shift(self, plan: Plan, state: Tensor | None) -> Tensor | None:
+    def shift(self, plan: RoundPlan, state: Tensor | None) -> Tensor | None:
         return plan.control if state is None or plan.control is None else plan.control - state
 
-    def finish(self, plan: Plan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self, plan: RoundPlan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
         assert plan.control is not None
         before = torch.zeros_like(outcome.delta) if state is None else state
         after = before - plan.control - outcome.delta / (outcome.steps * outcome.lr)
@@ -157,14 +157,14 @@ class Scaffold(Strategy):
 class FedDyn(Strategy):
     """`kept["h"]` is h."""
 
-    def configure(self) -> Plan:
+    def configure(self) -> RoundPlan:
         assert isinstance(self.config, FedDynConfig)
-        return Plan(pull=self.config.alpha)
+        return RoundPlan(pull=self.config.alpha)
 
-    def shift(self, plan: Plan, state: Tensor | None) -> Tensor | None:
+    def shift(self, plan: RoundPlan, state: Tensor | None) -> Tensor | None:
         return None if state is None else -state
 
-    def finish(self, plan: Plan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self, plan: RoundPlan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
         before = torch.zeros_like(outcome.delta) if state is None else state
         return before - plan.pull * outcome.delta, None
 
@@ -204,8 +204,8 @@ class Clustered(Strategy):
         assert others.numel() == (self.config.clusters - 1) * self.numel
         self.kept["others"] = others.clone()
 
-    def configure(self) -> Plan:
-        return Plan(others=self.kept["others"])
+    def configure(self) -> RoundPlan:
+        return RoundPlan(others=self.kept["others"])
 
     def models(self, model: Tensor) -> list[Tensor]:
         return [model, *self.kept["others"].view(-1, self.numel)]

@@ -31,7 +31,7 @@ Setting = bool | int | float | str
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What clients get beside the model. `control` is as long as the model; `settings` are for a user's training.
 
     `others` [models x numel]: further models, one behind the other; a client trains the one that serves it best.
@@ -88,9 +88,9 @@ class Strategy(ABC):
     def begin(self, model: Tensor, *, version: int) -> None:  # noqa: B027
         """A round begins from `model` [numel]; called before `configure`, and again after a restart."""
 
-    def configure(self) -> Plan:
+    def configure(self) -> RoundPlan:
         """What the clients of the next round get."""
-        return Plan()
+        return RoundPlan()
 
     def models(self, model: Tensor) -> list[Tensor]:
         """All models that clients train, of which `model` [numel] is the first."""
@@ -111,11 +111,11 @@ class Strategy(ABC):
             found[name] = sum(update.samples * update.metrics[name] for update in having) / max(1, total)
         return found
 
-    def shift(self, plan: Plan, state: Tensor | None) -> Tensor | None:
+    def shift(self, plan: RoundPlan, state: Tensor | None) -> Tensor | None:
         """The constant vector of a client's local steps; None: zero. `state`: what the client keeps; None: nothing."""
         return None
 
-    def finish(self, plan: Plan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self, plan: RoundPlan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
         """What the client keeps from now on, and the control that it sends."""
         return None, None
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from shoal.data.sample import Source
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
-from shoal.federated.local_training import ClientData, CohortBatch, Trained, cohort_batch, order_rounds
+from shoal.federated.client_data import ClientData, order_rounds
+from shoal.federated.local_training import CohortBatch, Trained, cohort_batch
 from shoal.federated.privacy.accountants import chance_of
 from shoal.federated.privacy.mechanisms import Noise, PrivateMean, from_entropy
 from shoal.federated.report import figures
 from shoal.federated.rounds import Ticket
-from shoal.federated.strategy import Outcome, Plan, Strategy, Update
+from shoal.federated.strategy import Outcome, RoundPlan, Strategy, Update
 from shoal.federated.task import ClientResult, OwnTurn, Task, train_own
 from shoal.maths.counter import key_of
 
@@ -50,7 +51,7 @@ class ClientState:
 
 
 @dataclass(frozen=True)
-class Work:
+class ClientWork:
     """One client's part of what trains together. `width`: the number of its model's width."""
 
     ticket: Ticket
@@ -58,7 +59,7 @@ class Work:
     state: ClientState
     width: int = 0
 
-    def in_cluster(self, cluster: int) -> Work:
+    def in_cluster(self, cluster: int) -> ClientWork:
         """The same of a client that trains the model `cluster`. If it trained another before, what a codec has not sent
         yet was meant for that one."""
         return self if self.state.cluster == cluster else replace(self, state=replace(self.state, residual=None))
@@ -72,10 +73,10 @@ class LocalRound:
     task: Task
     strategy: Strategy
     model: Tensor
-    plan: Plan
+    plan: RoundPlan
     local: Tensor | None = None
 
-    def train(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+    def train(self, works: Sequence[ClientWork]) -> list[tuple[Update, ClientState]]:
         """The update of each piece of work, and its client's state after it."""
         if self.plan.others is not None:
             return self._in_clusters(works)
@@ -92,7 +93,7 @@ class LocalRound:
             found |= zip(some, self._together([works[i] for i in some]), strict=True)
         return [found[index] for index in range(len(works))]
 
-    def _in_clusters(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+    def _in_clusters(self, works: Sequence[ClientWork]) -> list[tuple[Update, ClientState]]:
         """Each client trains that of the round's models which serves it best; those of one model train together."""
         assert self.plan.others is not None
         models = [self.model, *self.plan.others.view(-1, self.model.numel())]
@@ -109,7 +110,7 @@ class LocalRound:
                 found[place] = replace(update, cluster=cluster), replace(state, cluster=cluster)
         return [found[place] for place in range(len(works))]
 
-    def _by_width(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+    def _by_width(self, works: Sequence[ClientWork]) -> list[tuple[Update, ClientState]]:
         """Clients of one width train its corner of the model together."""
         found: dict[int, tuple[Update, ClientState]] = {}
         for width in sorted({work.width for work in works}):
@@ -120,7 +121,7 @@ class LocalRound:
                 found[place] = replace(update, width=width), state
         return [found[place] for place in range(len(works))]
 
-    def _together(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+    def _together(self, works: Sequence[ClientWork]) -> list[tuple[Update, ClientState]]:
         """The run file's local steps, of all these clients at once."""
         task, strategy, plan, model = self.task, self.strategy, self.plan, self.model
         starts = model if self.local is None else torch.stack([work.state.model(model, self.local) for work in works])
@@ -137,7 +138,7 @@ class LocalRound:
         personal = self._personal(works, lr=lr, seed=seed, pull=task.federated.ditto)
         return [(update, replace(state, personal=one)) for (update, state), one in zip(done, personal, strict=True)]
 
-    def _personal(self, works: Sequence[Work], *, lr: float, seed: int, pull: float) -> Tensor:
+    def _personal(self, works: Sequence[ClientWork], *, lr: float, seed: int, pull: float) -> Tensor:
         """The clients' own models [clients, numel] after as many steps, pulled to the shared one (Ditto)."""
         start = torch.stack([work.state.model(self.model, None) for work in works])
         none = [None] * len(works)
@@ -146,7 +147,7 @@ class LocalRound:
 
     def _steps(
         self,
-        works: Sequence[Work],
+        works: Sequence[ClientWork],
         starts: Tensor,
         *,
         lr: float,
@@ -165,7 +166,7 @@ class LocalRound:
         start, first = starts.view(-1), 1 + work.state.turn * len(rows)
         return task.replica.train(start, rows, lr=lr, first=first, pull=pull, shift=shift, anchor=anchor)
 
-    def _own(self, train: Callable[..., Any], work: Work) -> tuple[Tensor, ClientResult]:
+    def _own(self, train: Callable[..., Any], work: ClientWork) -> tuple[Tensor, ClientResult]:
         """Where a client begins, and what the user's training came to."""
         task, ticket, start = self.task, work.ticket, work.state.model(self.model, self.local)
         turn = OwnTurn(
@@ -177,7 +178,7 @@ class LocalRound:
         )
         return start, train_own(train, task.trainer, start, SampleSubset(task.data.train, work.data.ids), turn)
 
-    def _finished(self, work: Work, start: Tensor, came: ClientResult) -> tuple[Update, ClientState]:
+    def _finished(self, work: ClientWork, start: Tensor, came: ClientResult) -> tuple[Update, ClientState]:
         """What a client sends of what it trained from `start` [numel], and what it keeps."""
         task, ticket, state = self.task, work.ticket, work.state
         delta, steps, own = came.delta, max(1, came.steps), None
@@ -223,14 +224,14 @@ def _means(task: Task, model: Tensor, samples: Source) -> dict[str, float]:
     return figures(task.trainer, model, samples, denominator=task.denominator).means()
 
 
-def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:
+def _batches(task: Task, works: Sequence[ClientWork]) -> Iterator[CohortBatch]:
     """The local steps of several clients."""
     for rows, active in _rows(task, works):
         batch = max(1, *map(len, rows))
         yield cohort_batch(task.data.train, rows, batch=batch, denominator=task.denominator, active=active)
 
 
-def _rows(task: Task, works: Sequence[Work]) -> Iterator[tuple[list[np.ndarray], list[bool]]]:
+def _rows(task: Task, works: Sequence[ClientWork]) -> Iterator[tuple[list[np.ndarray], list[bool]]]:
     """Of each local step the sample ids of every client, and whether it takes the step: one that has taken all of its
     own stands by while others go on."""
     steps = [work.data.steps(task.federated, task.batch) for work in works]
@@ -262,7 +263,7 @@ class ServerModel:
             expected = chance_of(task.federated) * task.federated.clients
             self.private = PrivateMean(task.privacy, expected=expected, noise=noise)
 
-    def plan(self) -> Plan:
+    def plan(self) -> RoundPlan:
         """What clients of the present version get beside the model."""
         self.strategy.begin(self.model, version=self.version)
         return self.strategy.configure()

@@ -29,17 +29,10 @@ from shoal.coordinator.watch import Silence, view_of
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.fleet.processes import ReplicaProcesses, Starter
 from shoal.fleet.scaling import Speeds
-from shoal.launcher.failure import (
-    Exit,
-    ExitCode,
-    exit_code,
-    failure_report,
-    how,
-    read_failures,
-    root_cause,
-    write_failure,
-)
+from shoal.launcher.failure import read_failures, write_failure
 from shoal.launcher.rank_process import RankProcess
+from shoal.launcher.root_cause import Exit, exit_code, failure_report, how, root_cause
+from shoal.launcher.spawn import ExitCode
 from shoal.launcher.supervision import DUMP_S, failure_of_late, has_arrived, say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.detection import Divergence, Slow, ranks_of

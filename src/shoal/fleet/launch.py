@@ -2,64 +2,34 @@
 
 With a coordinator elsewhere, each host has such a launcher, for its own replicas. Ranks keep their slot's log;
 whichever is rank 0 of the run writes to the terminal of its host.
-
-The journal of a rehearsed run's coordinator, which fails where a fault of the scenario says so.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.coordinator.journal import Journal
+from shoal.coordinator.journal import journal_of
 from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import view_of, watching
-from shoal.errors import EnvironmentFault, UsageError
+from shoal.errors import UsageError
 from shoal.files import temporary_folder
 from shoal.fleet.fleet import Event, Fleet
 from shoal.fleet.processes import TOKEN, Starter, coordinator_from, coordinator_variables, replicas_here
 from shoal.fleet.scaling import Speeds, scaling
 from shoal.launcher import sockets
-from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.environment import LOOPBACK
-from shoal.launcher.failure import FAILURE_FOLDER, ExitCode
-from shoal.launcher.spawn import listening, no_survivors, pipe
+from shoal.launcher.failure import FAILURE_FOLDER
+from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launcher.spawn import ExitCode, listening, no_survivors, pipe
 from shoal.launcher.supervision import say
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.events import Decision
-from shoal.resilience.faults import JOURNAL, REHEARSAL, Strike, claim, has_struck, read_faults
 from shoal.resilience.membership import Rules
 from shoal.resilience.preemption import watching_for_preemption
-
-
-def journal_of(environ: Mapping[str, str]) -> Callable[[Path], Journal]:
-    """What opens the journal: a plain one, but in a rehearsal."""
-    folder = environ.get(REHEARSAL)
-    return Journal if not folder else lambda path: RehearsedJournal(path, Path(folder))
-
-
-class RehearsedJournal(Journal):
-    """Fails at the passing that a fault with the label `JOURNAL` names, once in the whole run."""
-
-    def __init__(self, path: Path, scenario: Path) -> None:
-        super().__init__(path)
-        self._scenario, self._faults, self._passed = scenario, read_faults(scenario), 0
-
-    def append(self, decisions: Iterable[Decision]) -> None:
-        """See `Journal`."""
-        self._passed += 1
-        for number, fault in enumerate(self._faults):
-            due = fault.label == JOURNAL and fault.passing == self._passed
-            strike = Strike(time.time(), fault.step, fault.rank, os.getpid(), JOURNAL)
-            if due and not has_struck(self._scenario, number) and claim(self._scenario, number, strike):
-                raise EnvironmentFault(f"the journal {self.path} cannot be used ({os.strerror(errno.ENOSPC)})")
-        super().append(decisions)
 
 
 @dataclass(frozen=True)

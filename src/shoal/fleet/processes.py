@@ -6,7 +6,6 @@ ended, and the replica's end is that of the first.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,11 @@ from pathlib import Path
 from shoal.coordinator.client import Address
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import sockets
+from shoal.launcher.devices import cores
 from shoal.launcher.environment import STORE_FD, whole_number
-from shoal.launcher.failure import Exit
 from shoal.launcher.handshake import read_token
 from shoal.launcher.rank_process import RankProcess, rank_environment, start
+from shoal.launcher.root_cause import Exit
 from shoal.resilience.config import COORDINATOR
 
 # What the launcher assigns to a rank of an elastic run, by variables: its replica, and where the coordinator is.
@@ -173,7 +173,6 @@ class Starter:
 
     def start(self, slot: int, name: str, *, late: bool) -> ReplicaProcesses:
         """The processes of replica `name` in `slot`; `late`: others train already. Raises `EnvironmentFault`."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         interface = sockets.interface_of(self.host)
         shared = {**QUIET, **({"GLOO_SOCKET_IFNAME": interface} if interface else {}), **self.environ}
         shared |= dict(self.coordinator) | replica_variables(
@@ -184,7 +183,7 @@ class Starter:
             port, store_fd = listener.getsockname()[1], listener.fileno()
             for inside in range(self.ranks):
                 rank = slot * self.ranks + inside
-                own = rank_environment(shared, rank, processes=self.slots * self.ranks, port=port, cores=cores)
+                own = rank_environment(shared, rank, processes=self.slots * self.ranks, port=port, cores=cores())
                 own |= {"MASTER_ADDR": self.host, RANK_INSIDE: str(inside)}
                 own |= {STORE_FD: str(store_fd)} if inside == 0 else {}
                 fds = (*self.fds, store_fd) if inside == 0 else self.fds

@@ -1,12 +1,18 @@
-"""What this host gives a process: its GPUs and its memory, found without importing torch."""
+"""What this host gives a process: its cores, its GPUs and its memory, found without importing torch."""
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:

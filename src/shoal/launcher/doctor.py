@@ -22,7 +22,7 @@ from shoal.errors import EnvironmentFault
 from shoal.files import cache_folder
 from shoal.installation import install_command
 from shoal.launcher import sockets, versions
-from shoal.launcher.devices import MemoryLimit, memory_limit
+from shoal.launcher.devices import MemoryLimit, cores, memory_limit
 from shoal.launcher.lab import network
 from shoal.launcher.lab.network import leftovers, namespaces
 
@@ -51,7 +51,7 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
         torch_finding(versions.installed("torch")),
         *(extra_finding(extra, package, versions.installed(package)) for extra, package in versions.EXTRAS.items()),
         gpu_finding(_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
-        cores_finding(_cores(), environ.get("OMP_NUM_THREADS")),
+        cores_finding(cores(), environ.get("OMP_NUM_THREADS")),
         memory_finding(memory_limit()),
         shared_memory_finding(_free_bytes(Path("/dev/shm"))),
         core_finding(built=importlib.util.find_spec("shoal.comm.shm._core") is not None),
@@ -206,10 +206,6 @@ def lab_finding(left: Collection[str], *, why_not: str | None) -> Finding:
 
 def _gpus() -> int:
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_bytes(folder: Path) -> int | None:

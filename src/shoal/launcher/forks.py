@@ -36,8 +36,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.launcher import warm
-from shoal.launcher.children import arm_before_exec
+from shoal.launcher import allocator, warm
+from shoal.launcher.devices import cores
+from shoal.launcher.orphans import arm_before_exec
 
 FORK = "SHOAL_FORK"
 """`never`: every rank is started anew."""
@@ -270,10 +271,10 @@ def _take(received: Mapping[int, int]) -> None:
 
 def _keep_threads_chosen(rank: Mapping[str, str], launcher: Mapping[str, str]) -> None:
     """As many threads and as much memory as the rank's environment says; unless the script has chosen its threads."""
-    at_first = int(launcher.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    at_first = int(launcher.get("OMP_NUM_THREADS") or cores())
     if all(library.omp_get_max_threads() == at_first for library in _openmp()):
         warm.set_threads(rank)
-    warm.keep_memory(rank)
+    allocator.keep_memory(rank)
 
 
 def _unbuffer() -> None:

@@ -29,7 +29,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault
 from shoal.files import read_file
-from shoal.launcher import sockets
+from shoal.launcher import frames
 
 if TYPE_CHECKING:
     import asyncio
@@ -124,15 +124,15 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     Raises `TimeoutError` where the whole takes longer than `limit_s`, `FrameError`, `OSError`, and
     `asyncio.IncompleteReadError` where the peer hangs up.
     """
-    import asyncio  # as in `sockets.read`
+    import asyncio  # as in `frames.read`
 
     async with asyncio.timeout(limit_s):
         greeting = hello()
-        writer.write(sockets.encode(greeting))
+        writer.write(frames.encode(greeting))
         await writer.drain()
-        body = await sockets.read(reader, most_bytes=MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
-        answer = welcome(token, greeting, sockets.decode(body, PROOFS))
-        writer.write(sockets.encode(Refusal() if answer is None else answer))
+        body = await frames.read(reader, most_bytes=MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
+        answer = welcome(token, greeting, frames.decode(body, PROOFS))
+        writer.write(frames.encode(Refusal() if answer is None else answer))
         await writer.drain()
     return answer is not None
 
@@ -166,10 +166,10 @@ class Strangers:
 def admit_one(connection: socket.socket, token: bytes) -> bool:
     """`admit` on a blocking socket whose timeout bounds each frame. Raises `FrameError` and `OSError`."""
     greeting = hello()
-    connection.sendall(sockets.encode(greeting))
-    proof = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), PROOFS)
+    connection.sendall(frames.encode(greeting))
+    proof = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), PROOFS)
     answer = welcome(token, greeting, proof)
-    connection.sendall(sockets.encode(Refusal() if answer is None else answer))
+    connection.sendall(frames.encode(Refusal() if answer is None else answer))
     return answer is not None
 
 
@@ -178,10 +178,10 @@ def shake_hands(connection: socket.socket, token: bytes, *, which: str) -> None:
 
     Raises `TokenRefused`, `FrameError` where no service of this version answers, and `OSError`.
     """
-    greeting = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), HELLOS)
+    greeting = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), HELLOS)
     proof = prove(token, greeting)
-    connection.sendall(sockets.encode(proof))
-    answer = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), WELCOMES)
+    connection.sendall(frames.encode(proof))
+    answer = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), WELCOMES)
     check_welcome(token, greeting, proof, answer, which=which)
 
 

@@ -22,9 +22,8 @@ from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import environment, sockets
 from shoal.launcher.devices import gpus
 from shoal.launcher.environment import LOOPBACK, Environ, derived_port, whole_number
-from shoal.launcher.failure import ExitCode
 from shoal.launcher.rank_process import HostEntry
-from shoal.launcher.spawn import run_ranks
+from shoal.launcher.spawn import ExitCode, run_ranks
 from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.launcher.supervision import OWN_SCRIPT
 

@@ -5,19 +5,7 @@ hands over: it runs the script until that call, which raises `Reached` instead o
 pickled, and may be of classes that the script itself defines. Verbs that take a script in the place of a run file learn
 from it in the same way which run it trains, and tell it by variables what to change.
 
-`ScriptCheck` is what `shoal verify mine.py` tells the processes of the script, by one environment variable.
-
-The script runs twice. On the side "plain" its one process computes each global batch whole, in plain PyTorch, and
-leaves in a folder what it started from and what every step came to. On the side "layout" its ranks start from the same
-weights, compare each step with what is there, and leave a verdict.
-
-    initial.safetensors      weights and buffers before the first step
-    step-N.safetensors       gradients that the optimizers took, weights and buffers after step N; its loss and norm
-    samples.txt              what the first samples are
-    verdict.json             the fields of a `Verdict`, left by rank 0 of the layout
-
-A script that calls `shoal.train` has no loop of its own: the plain side leaves the file "trains", and on the other the
-call is one of `shoal.verify`.
+Under `shoal verify mine.py` the script is run twice, to be compared: `ScriptCheck` tells each process its side.
 
 Imports no torch.
 """
@@ -167,7 +155,20 @@ def _given_to_call(command: Sequence[str], call: str, *, rule: str = "") -> Any:
 
 
 class ScriptCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are compared, in float64 if `exact`."""
+    """What `shoal verify mine.py` tells the processes of the script: `steps` are compared, in float64 if `exact`.
+
+    The script runs twice. On the side "plain" its one process computes each global batch whole, in plain PyTorch, and
+    leaves in `folder` what it started from and what every step came to. On the side "layout" its ranks start from the
+    same weights, compare each step with what is there, and leave a verdict.
+
+        initial.safetensors      weights and buffers before the first step
+        step-N.safetensors       gradients that the optimizers took, weights and buffers after step N; its loss and norm
+        samples.txt              what the first samples are
+        verdict.json             the fields of a `Verdict`, left by rank 0 of the layout
+
+    A script that calls `shoal.train` has no loop of its own: the plain side leaves the file "trains", and on the other
+    the call is one of `shoal.verify`.
+    """
 
     side: Literal["plain", "layout"]
     folder: str

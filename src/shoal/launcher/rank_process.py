@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from shoal.errors import EnvironmentFault
-from shoal.launcher import forks, warm
-from shoal.launcher.children import arm_before_exec
+from shoal.launcher import allocator, forks, warm
 from shoal.launcher.devices import memory_limit
 from shoal.launcher.environment import LOOPBACK, Environ
+from shoal.launcher.orphans import arm_before_exec
 from shoal.standard_output import kept_descriptor
 
 _TAIL_BYTES = 8192
@@ -38,13 +38,13 @@ class HostEntry(NamedTuple):
 def rank_environment(environ: Environ, rank: int, *, processes: int, port: int, cores: int) -> dict[str, str]:
     """What a rank finds in its environment, beside what the launcher found in its own."""
     memory = memory_limit()
-    kept = warm.thresholds(memory.total_bytes if memory else None, ranks=processes)
+    kept = allocator.thresholds(memory.total_bytes if memory else None, ranks=processes)
     # Left to itself every rank starts a thread a core, and they fight. Unbuffered: a killed rank's last lines count.
     chosen_by_user = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        **({} if warm.is_chosen(environ) else warm.variables(kept)),
+        **({} if allocator.is_chosen(environ) else allocator.variables(kept)),
         **({} if ALLOC_CONF & environ.keys() else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     }
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}

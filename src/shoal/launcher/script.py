@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any
 
 from shoal.errors import RunFailed, RunStopped, UsageError
-from shoal.launcher.children import die_with_parent
 from shoal.launcher.environment import place_from
 from shoal.launcher.failure import FAILURE_FOLDER, report_failure
+from shoal.launcher.orphans import die_with_parent
 
 RANK = (sys.executable, "-m", "shoal.launcher.script")
 """What begins the command of a rank."""

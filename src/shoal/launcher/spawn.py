@@ -21,16 +21,31 @@ from types import FrameType
 from shoal.errors import Stopped
 from shoal.files import temporary_folder
 from shoal.launcher import sockets
-from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launcher.devices import cores
 from shoal.launcher.environment import STORE_FD, Environ
-from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, exit_code, failure_report, read_failures, root_cause
+from shoal.launcher.failure import FAILURE_FOLDER, read_failures
 from shoal.launcher.handshake import make_token
+from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.rank_process import HostEntry, RankProcess, rank_environment, start
+from shoal.launcher.root_cause import exit_code, failure_report, root_cause
 from shoal.launcher.signals import Debounce
 from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.launcher.supervision import Patience, Supervision, Watch, say
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ExitCode(int):
+    """The launcher's exit code, the rank that caused it (None: none did), what it said in one sentence, and whole."""
+
+    rank: int | None
+    sentence: str
+    text: str
+
+    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "", text: str = "") -> ExitCode:
+        self = super().__new__(cls, code)
+        self.rank, self.sentence, self.text = rank, sentence, text
+        return self
 
 
 def run_ranks(
@@ -79,7 +94,6 @@ def _start_all(
     keep_fds: Sequence[int],
     entry_of: Callable[[int], HostEntry],
 ) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
     with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
@@ -88,7 +102,7 @@ def _start_all(
             # Ranks that are told to meet elsewhere cannot reach this socket: there, rank 0 makes its own.
             meet_here = "MASTER_ADDR" not in variables
             found = {**loopback, **environ} if meet_here else environ
-            own = rank_environment(found, rank, processes=len(numbers), port=port, cores=cores) | dict(variables)
+            own = rank_environment(found, rank, processes=len(numbers), port=port, cores=cores()) | dict(variables)
             fds = [*keep_fds]
             if rank == 0 and meet_here:
                 own[STORE_FD] = str(store_fd)

@@ -30,8 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, Stopped
-from shoal.launcher.failure import FAILURE_FOLDER, Exit, Failure, write_failure
+from shoal.launcher.failure import FAILURE_FOLDER, Failure, write_failure
 from shoal.launcher.rank_process import RankProcess
+from shoal.launcher.root_cause import Exit
 from shoal.standard_output import escape_controls
 
 # Ranks that hang while they start. Nobody waits for them yet, or all hang alike, so that nobody would ever say so.

@@ -97,7 +97,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeptOutputs:
     """What a block keeps: the outputs of `operators`, or, `whole`, all that its backward needs."""
 
     operators: frozenset[Operator] = frozenset()
@@ -106,17 +106,17 @@ class Choice:
     time: float = 0.0
 
 
-def choices_of(profile: Profile) -> list[Choice]:
+def choices_of(profile: Profile) -> list[KeptOutputs]:
     """Nothing kept, one operator more after the other, and all that autograd saves."""
-    found, kept, size, time = [Choice(time=profile.time)], set[Operator](), 0, profile.time
+    found, kept, size, time = [KeptOutputs(time=profile.time)], set[Operator](), 0, profile.time
     for each in sorted(profile.candidates, key=lambda c: -c.time / max(1, c.bytes)):
         kept.add(each.operator)
         size, time = size + each.bytes, time - each.time
-        found.append(Choice(frozenset(kept), bytes=size, time=max(0.0, time) + profile.overhead))
-    return [*found, Choice(whole=True, bytes=profile.saved_bytes)]
+        found.append(KeptOutputs(frozenset(kept), bytes=size, time=max(0.0, time) + profile.overhead))
+    return [*found, KeptOutputs(whole=True, bytes=profile.saved_bytes)]
 
 
-def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[Choice]:
+def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[KeptOutputs]:
     """What each block keeps, so that all of them together keep at most `budget_bytes`."""
     points = [choices_of(profile) for profile in profiles]
     curves = [_hull(each) for each in points]
@@ -136,7 +136,7 @@ def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[Choice]:
     return _filled([curve[number] for curve, number in zip(curves, at, strict=True)], points, left)
 
 
-def _filled(found: list[Choice], points: Sequence[Sequence[Choice]], left: int) -> list[Choice]:
+def _filled(found: list[KeptOutputs], points: Sequence[Sequence[KeptOutputs]], left: int) -> list[KeptOutputs]:
     """The same with what is left spent on choices off the hull, the block that gains most first."""
     while True:
         better = [
@@ -152,8 +152,8 @@ def _filled(found: list[Choice], points: Sequence[Sequence[Choice]], left: int) 
         found[block] = points[block][number]
 
 
-def _hull(points: list[Choice]) -> list[Choice]:
-    hull: list[Choice] = []
+def _hull(points: list[KeptOutputs]) -> list[KeptOutputs]:
+    hull: list[KeptOutputs] = []
     for point in sorted(points, key=lambda c: (c.bytes, c.time)):
         if hull and point.time >= hull[-1].time:
             continue
@@ -163,7 +163,7 @@ def _hull(points: list[Choice]) -> list[Choice]:
     return hull
 
 
-def _above(a: Choice, b: Choice, c: Choice) -> bool:
+def _above(a: KeptOutputs, b: KeptOutputs, c: KeptOutputs) -> bool:
     """Does `b` lie on or above the line from `a` to `c`?"""
     return (b.time - a.time) * (c.bytes - a.bytes) >= (c.time - a.time) * (b.bytes - a.bytes)
 
@@ -187,10 +187,10 @@ class RecomputeBudget:
     profiles: dict[int, Profile] = field(default_factory=dict)
     exchange: Exchange | None = None
     looks_again: bool = True
-    _choices: dict[int, Choice] = field(default_factory=dict)
+    _choices: dict[int, KeptOutputs] = field(default_factory=dict)
     _seen: dict[int, list[Sizes]] = field(default_factory=dict)
 
-    def choice(self, block: int, sizes: Sizes, look: Callable[[], Profile]) -> Choice:
+    def choice(self, block: int, sizes: Sizes, look: Callable[[], Profile]) -> KeptOutputs:
         """What the block of this number keeps in the forward that begins, of inputs of these sizes. `look` profiles it,
         if none that it was profiled with were as large.
         """
@@ -200,13 +200,13 @@ class RecomputeBudget:
             self.profiles[block] = self.profiles.get(block, found).covering(found)
             self._seen[block] = [*(smaller for smaller in seen if not _within(smaller, sizes)), sizes]
             self._choices = {}
-            return Choice()
+            return KeptOutputs()
         if not self._choices and block == min(self.profiles):
             if self.exchange is not None:
                 self.profiles = _covering(self.exchange(msgspec.to_builtins(self.profiles)))
             order = sorted(self.profiles)
             self._choices = dict(zip(order, chosen([self.profiles[n] for n in order], self.bytes), strict=True))
-        return self._choices.get(block, Choice())
+        return self._choices.get(block, KeptOutputs())
 
     @property
     def kept_bytes(self) -> int:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,30 +28,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from shoal.memory.spill_file import Mapped, SpillFile, Traffic, aligned_buffer
 from shoal.memory.tiers import Image, Lane, Tier, exposed, places_of
-from shoal.state import works_in_streams
+from shoal.state import UpdatePart, works_in_streams
 
 LEAST_BYTES = 16 << 10
 """Smaller tensors, such as the moments of biases and counters of steps, stay on the device."""
 
 State = MutableMapping[Parameter, dict[str, Any]]
-
-
-class Part(Protocol):
-    """Parameters that are updated together, and their gradients."""
-
-    @property
-    def parameters(self) -> list[Parameter]: ...
-
-    @property
-    def gradients(self) -> list[Tensor]: ...
-
-    def update(self) -> None:
-        """Updates them."""
-        ...
-
-    def of(self, parameters: list[Parameter], gradients: list[Tensor]) -> Part:
-        """The same update of copies of the parameters."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +61,7 @@ class StreamedState:
         self._coming, self._going = Lane(device, "state-in"), Lane(device, "state-out")
         self._order: list[Parameter] = []
 
-    def stream(self, parts: Sequence[Part], state: State) -> None:
+    def stream(self, parts: Sequence[UpdatePart], state: State) -> None:
         """Runs all updates in order, each with its state on the device."""
         arriving: deque[_Arrival] = deque()
         leaving: deque[Future[None]] = deque()
@@ -129,7 +111,7 @@ class StreamedState:
         """Whether any state has moved so far."""
         return bool(self._homes)
 
-    def _bring(self, part: Part, state: State) -> _Arrival:
+    def _bring(self, part: UpdatePart, state: State) -> _Arrival:
         """One move for the whole part: each wakes a thread, which small tensors are not worth. State that was let go,
         as that of layers that are frozen for a while, does not come back.
         """
@@ -235,7 +217,7 @@ class HostUpdates:
     ) -> None:
         self._on_host, self._disk, self.part_bytes = on_host, disk, part_bytes
 
-    def stream(self, parts: Sequence[Part], state: State) -> None:
+    def stream(self, parts: Sequence[UpdatePart], state: State) -> None:
         """Runs all updates in order."""
         with self._on_host():
             if self._disk is not None:
@@ -296,7 +278,7 @@ class DelayedUpdates:
         self._own: list[Parameter] = []
         self._going: Future[None] | None = None
 
-    def stream(self, parts: Sequence[Part], state: State) -> None:
+    def stream(self, parts: Sequence[UpdatePart], state: State) -> None:
         """Shows what the update before has made, and begins this one."""
         self.settle(state)
         self._show(state)
@@ -348,7 +330,7 @@ class DelayedUpdates:
     def _in_streams(self) -> bool:
         return works_in_streams(self._device)
 
-    def _make(self, parts: Sequence[Part], state: State, launched: torch.Event | None) -> None:
+    def _make(self, parts: Sequence[UpdatePart], state: State, launched: torch.Event | None) -> None:
         """In the thread."""
         if launched is not None:
             launched.synchronize()  # gradients are there, and what was made before was shown
@@ -363,7 +345,7 @@ class DelayedUpdates:
                 parameter.copy_(weight, non_blocking=True)
                 self._traffic.add(to_device_bytes=weight.nbytes)
 
-    def _on_the_host(self, part: Part) -> tuple[list[Parameter], list[Tensor]]:
+    def _on_the_host(self, part: UpdatePart) -> tuple[list[Parameter], list[Tensor]]:
         """Copies of parameters and gradients. The weights are those of the update before already."""
         found = [self._copy_of(parameter) for parameter in part.parameters]
         for parameter, copy, gradient in zip(part.parameters, found, part.gradients, strict=True):

@@ -19,31 +19,15 @@ from torch.nn import Parameter
 
 from shoal.optim.adam_kernel import KnownMoments, Moments, kind_of
 from shoal.optim.declared import Slot
-from shoal.state import complete, gradients_of
+from shoal.state import UpdatePart, complete, gradients_of
 
 
-class Work(NamedTuple):
+class GroupTensors(NamedTuple):
     """Parameters of one group, device and dtype, and their gradients."""
 
     group: dict[str, Any]
     parameters: list[Parameter]
     gradients: list[Tensor]
-
-
-class Part(NamedTuple):
-    """Parameters that are updated together, their gradients, and the kernel that updates such."""
-
-    parameters: list[Parameter]
-    gradients: list[Tensor]
-    kernel: Callable[[list[Parameter], list[Tensor]], None]
-
-    def update(self) -> None:
-        """Updates them, with the options that their group had when the step was taken."""
-        self.kernel(self.parameters, self.gradients)
-
-    def of(self, parameters: list[Parameter], gradients: list[Tensor]) -> Part:
-        """The same update of copies of the parameters."""
-        return Part(parameters, gradients, self.kernel)
 
 
 class StateHome(Protocol):
@@ -57,7 +41,7 @@ class StateHome(Protocol):
         """Zeros that a slot of a checkpoint is read into, before `put_away`; None: they are on the device."""
         ...
 
-    def stream(self, parts: Sequence[Any], state: Any) -> None:
+    def stream(self, parts: Sequence[UpdatePart], state: Any) -> None:
         """Runs all updates in order, each with its state on the device."""
         ...
 
@@ -149,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [work for group in self.param_groups for work in _work_of(group)]
-        by_kind: dict[str | None, list[Work]] = {None: []}
+        by_kind: dict[str | None, list[GroupTensors]] = {None: []}
         for one in work:
             by_kind.setdefault(one.group.get("kind"), []).append(one)
         for kind, own in by_kind.items():
@@ -167,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether some parameters are updated as all are, with nothing but their own state."""
         return type(self).update_all is FusedOptimizer.update_all and not self.others
 
-    def update_all(self, work: list[Work]) -> None:
+    def update_all(self, work: list[GroupTensors]) -> None:
         """Updates everything that has a gradient."""
         if self.home is None:
             for one in work:
@@ -176,7 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             parts = [part for one in work for part in _parts(one, self.home.part_bytes)]
             kernels = [partial(self.update, dict(part.group)) for part in parts]
             self.home.stream(
-                [Part(p.parameters, p.gradients, k) for p, k in zip(parts, kernels, strict=True)], self.state
+                [UpdatePart(p.parameters, p.gradients, k) for p, k in zip(parts, kernels, strict=True)], self.state
             )
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
@@ -337,18 +321,18 @@ def _plain_step(
         parameter.add_(update, alpha=-group["lr"])
 
 
-def _parts(work: Work, part_bytes: int) -> Iterator[Work]:
+def _parts(work: GroupTensors, part_bytes: int) -> Iterator[GroupTensors]:
     """The same in order, a part at a time."""
     start = size_bytes = 0
     for number, parameter in enumerate(work.parameters):
         if number > start and size_bytes + parameter.nbytes > part_bytes:
-            yield Work(work.group, work.parameters[start:number], work.gradients[start:number])
+            yield GroupTensors(work.group, work.parameters[start:number], work.gradients[start:number])
             start, size_bytes = number, 0
         size_bytes += parameter.nbytes
-    yield Work(work.group, work.parameters[start:], work.gradients[start:])
+    yield GroupTensors(work.group, work.parameters[start:], work.gradients[start:])
 
 
-def _work_of(group: dict[str, Any]) -> list[Work]:
+def _work_of(group: dict[str, Any]) -> list[GroupTensors]:
     """The parameters of `group` that have a gradient, by device and dtype."""
     parameters, gradients = list(group["params"]), gradients_of(group["params"])
     if not complete(gradients):
@@ -356,10 +340,10 @@ def _work_of(group: dict[str, Any]) -> list[Work]:
         parameters, gradients = [parameter for parameter, _ in both], [gradient for _, gradient in both]
     kinds = list(map(kind_of, parameters))
     if len(set(kinds)) == 1:
-        return [Work(group, parameters, gradients)]
-    found: dict[tuple[torch.device, torch.dtype], Work] = {}
+        return [GroupTensors(group, parameters, gradients)]
+    found: dict[tuple[torch.device, torch.dtype], GroupTensors] = {}
     for parameter, gradient, kind in zip(parameters, gradients, kinds, strict=True):
-        own = found.setdefault(kind, Work(group, [], []))
+        own = found.setdefault(kind, GroupTensors(group, [], []))
         own.parameters.append(parameter)
         own.gradients.append(gradient)
     return list(found.values())

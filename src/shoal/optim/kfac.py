@@ -38,7 +38,7 @@ from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.maths.products import product
 from shoal.optim.declared import Dims
-from shoal.optim.fused import Work
+from shoal.optim.fused import GroupTensors
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
 from shoal.optim.matrix_kinds import KFAC, sides
 from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix
@@ -166,12 +166,12 @@ class OwnedKFAC(WholeOptimizer):
             found[name] = kept.mul_(one.group["momentum"]).add_(turned[name].view(kept.shape), alpha=ratio)
         return found
 
-    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+    def divided(self, work: list[GroupTensors]) -> tuple[list[GroupTensors], list[GroupTensors]]:
         """What is `whole` and of no layer is AdamW's, at a rate of its own."""
         groups, others = super().divided(work)
-        layers, matrices = self._watching.layers, list[Work]()
+        layers, matrices = self._watching.layers, list[GroupTensors]()
         for group, parameters, gradients in groups:
-            own, rest = Work(group, [], []), Work(group, [], [])
+            own, rest = GroupTensors(group, [], []), GroupTensors(group, [], [])
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 part = own if self._names.get(id(parameter)) in layers else rest
                 part.parameters.append(parameter)

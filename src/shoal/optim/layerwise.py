@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from shoal.codec.kernels import Kernels, kernels_for
 from shoal.optim.declared import Granularity, Slot, counter
-from shoal.optim.fused import FusedOptimizer, Work
+from shoal.optim.fused import FusedOptimizer, GroupTensors
 from shoal.optim.kinds import LAMB, LARS
 from shoal.optim.parts import Parts, PartSums
 
@@ -135,7 +135,7 @@ class LayerwiseSGD(_Layerwise):
             eps=eps, max_trust=max_trust, trust=True,
         )  # fmt: skip
 
-    def update_all(self, work: list[Work]) -> None:
+    def update_all(self, work: list[GroupTensors]) -> None:
         """One step of everything."""
         parameters = [p for one in work for p in one.parameters]
         gradients = [g for one in work for g in one.gradients]
@@ -210,7 +210,7 @@ class LayerwiseAdam(_Layerwise):
             decay_in_norm=decay_in_norm, max_trust=max_trust, trust=True,
         )  # fmt: skip
 
-    def update_all(self, work: list[Work]) -> None:
+    def update_all(self, work: list[GroupTensors]) -> None:
         """One step of everything."""
         parameters = [p for one in work for p in one.parameters]
         kernels = _kernels(parameters, [g for one in work for g in one.gradients])
@@ -225,7 +225,7 @@ class LayerwiseAdam(_Layerwise):
                 p.mul_(kept)
             p.add_(step, alpha=-group["lr"] * _trust(group, size, length))
 
-    def _update_by(self, kernels: Kernels, work: list[Work]) -> None:
+    def _update_by(self, kernels: Kernels, work: list[GroupTensors]) -> None:
         """The same by the kernels."""
         groups = [one.group for one in work for _ in one.parameters]
         parameters = [p for one in work for p in one.parameters]
@@ -239,7 +239,7 @@ class LayerwiseAdam(_Layerwise):
                 rate = groups[i]["lr"] * _trust(groups[i], size, length)
                 kernels.lamb_step(parameters[i], moments[i], factors[i], kept=_kept(groups[i]), rate=rate)
 
-    def _states(self, work: Work) -> list[dict[str, Tensor]]:
+    def _states(self, work: GroupTensors) -> list[dict[str, Tensor]]:
         """The state of each parameter, one step later."""
         for parameter in work.parameters:
             if not self.state[parameter]:
@@ -252,7 +252,7 @@ class LayerwiseAdam(_Layerwise):
         torch._foreach_add_([state["step"] for state in states], 1)  # pyright: ignore[reportPrivateImportUsage]
         return states
 
-    def _steps(self, work: Work) -> list[Tensor]:
+    def _steps(self, work: GroupTensors) -> list[Tensor]:
         """u of each parameter. Adam's part of it is what PyTorch's fused kernel subtracts from zeros."""
         group, parameters, states = work.group, work.parameters, self._states(work)
         counters = [state["step"] for state in states]

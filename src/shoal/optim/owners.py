@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective, Handle, exchanged
 from shoal.optim.declared import Described, Dims, Granularity
-from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
+from shoal.optim.fused import FusedAdamW, FusedOptimizer, GroupTensors
 from shoal.optim.matrix_kinds import is_hidden
 from shoal.optim.parts import Parts
 from shoal.topology.holding import Box, whole
@@ -255,7 +255,7 @@ class Whole(NamedTuple):
 class _Moving(NamedTuple):
     """Parts of matrices, by what their updates are multiplied, and directions or updates that come."""
 
-    each: Sequence[Work]
+    each: Sequence[GroupTensors]
     scales: Sequence[float]
     arriving: Arriving
 
@@ -285,7 +285,7 @@ class WholeOptimizer(FusedAdamW):
         self._names = {id(own.parameter): own.name for own in parts.owned}
         self._shapes = {id(own.parameter): own.holding.global_shape for own in parts.owned}
         if parts.equal.size > 1:
-            every = [Work(group, group["params"], group["params"]) for group in self.param_groups]
+            every = [GroupTensors(group, group["params"], group["params"]) for group in self.param_groups]
             whole = {id(p) for one in self.divided(every)[0] for p in one.parameters}
             own = {owned.name for owned in parts.owned if id(owned.parameter) in whole}
             self._owners = Owners(parts, self.cost, wanted=lambda name, shape: name in own)
@@ -302,7 +302,7 @@ class WholeOptimizer(FusedAdamW):
             return None
         return self._shapes.get(id(parameter), tuple(parameter.shape))
 
-    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+    def divided(self, work: list[GroupTensors]) -> tuple[list[GroupTensors], list[GroupTensors]]:
         """What is whole, and what is AdamW's."""
         return [one for one in work if one.group["whole"]], [one for one in work if not one.group["whole"]]
 
@@ -322,10 +322,12 @@ class WholeOptimizer(FusedAdamW):
         """Numbers by which updates are multiplied; they may ask something of whole parameters."""
         return [1.0] * len(parameters)
 
-    def update_all(self, work: list[Work]) -> None:
+    def update_all(self, work: list[GroupTensors]) -> None:
         """Updates everything that has a gradient."""
         matrices, others = self.divided(work)
-        buckets = self._buckets([Work(one.group, [p], [g]) for one in matrices for p, g in zip(*one[1:], strict=True)])
+        buckets = self._buckets(
+            [GroupTensors(one.group, [p], [g]) for one in matrices for p, g in zip(*one[1:], strict=True)]
+        )
         if not self._travels:
             for one in others:
                 self.update(*one)
@@ -343,7 +345,7 @@ class WholeOptimizer(FusedAdamW):
     def _travels(self) -> bool:
         return self._owners is not None and self._owners.travels
 
-    def _buckets(self, each: list[Work]) -> list[list[Work]]:
+    def _buckets(self, each: list[GroupTensors]) -> list[list[GroupTensors]]:
         """What of `each`, a matrix or its part, is updated together. All, where matrices ask something of each other.
         By itself, where nothing is sent: its numbers then stay in a cache from the first pass to the last. Else what
         travels together, also where this rank has nothing of it.
@@ -354,7 +356,7 @@ class WholeOptimizer(FusedAdamW):
         if self._owners is None or not self._owners.travels:
             return [[one] for one in each]
         numbers = self._owners.bucket_of
-        found: dict[int, list[Work]] = {number: [] for number in sorted(set(numbers.values()))}
+        found: dict[int, list[GroupTensors]] = {number: [] for number in sorted(set(numbers.values()))}
         for one in each:
             found[numbers[self._name_of(one)]].append(one)
         return list(found.values())
@@ -363,7 +365,7 @@ class WholeOptimizer(FusedAdamW):
         """`updated` of every matrix that this rank updates, by name. All ranks call it, whatever they own."""
         return {name: self.updated(one.group, one.direction, one.state) for name, one in own.items()}
 
-    def _sent(self, each: Sequence[Work]) -> _Moving:
+    def _sent(self, each: Sequence[GroupTensors]) -> _Moving:
         """Directions of `each`, on their way to the owners."""
         scales = self.scales([one.parameters[0] for one in each])
         parts = {self._name_of(one): self.direction(one.group, *one.parameters, *one.gradients) for one in each}
@@ -386,7 +388,7 @@ class WholeOptimizer(FusedAdamW):
                 p.mul_(1 - lr * one.group["weight_decay"])
             p.add_(updates[self._name_of(one)].view(p.shape), alpha=-lr * scale)
 
-    def _name_of(self, one: Work) -> str:
+    def _name_of(self, one: GroupTensors) -> str:
         return self._names.get(id(one.parameters[0]), str(id(one.parameters[0])))
 
     def _widened(self, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.run import Run
-from shoal.checkpoint.inspect import write_weights
+from shoal.checkpoint.weights import write_weights
 from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet

@@ -6,7 +6,7 @@ other site can send. Without `token`, everybody who reaches the port may look. N
     GET /            the page                         GET /snapshot   what it shows, JSON
     GET /events      server-sent events: the number of the newest snapshot, when it changes
 
-The page beside a run: served by the process that starts the ranks, in a thread, for as long as they run.
+`page_beside` serves it in a thread of the process that starts the ranks, for as long as they run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import EmbeddingTable, Role, Stored, roles_of, stored_in, tables_in
 from shoal.models.sample_places import Inside
-from shoal.parallel.context_cores import ContextKind, check_context, put_context
+from shoal.parallel.context.cores import ContextKind, check_context, put_context
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
 from shoal.parallel.tensor.plan import TensorPart, split_tensor

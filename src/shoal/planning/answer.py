@@ -13,23 +13,27 @@ import msgspec
 from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
+from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig, attention_mask_of
-from shoal.planner.explain.explain import Codings, codec_changes, codings, condition, helps
+from shoal.planner.explain.codecs import Codings, codec_changes, codings
+from shoal.planner.explain.explain import condition, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
-from shoal.planner.explain.residuals import Evidence, prediction_record
+from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
 from shoal.planner.predict.measured import Measured
-from shoal.planner.predict.predictor import Prediction, Predictor, Workload, run_cost
+from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.run_cost import run_cost
 from shoal.planner.predict.workload import Constants
 from shoal.planner.search.search import Found
 from shoal.planner.trace.predictor import TracedPredictor
+from shoal.planning.calibration import calibration_here, measured_for_traces, measured_here
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earlier_run
-from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
 from shoal.planning.stack import optimizer_changes, search_with, stack_of, transformer_of
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Cluster, CodecTime
+from shoal.topology.calibration import CodecTime
+from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
 
 DATA_SHEET: Evidence = "data sheet"
@@ -59,7 +63,7 @@ def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
         return load_cluster(path)
     if run_file.run.device == "cuda":
         raise ConfigError('run.device = "cuda": say which machine with --cluster C.toml, such as machine = "dgx-h100"')
-    processes = run_file.run.processes or run_file.layout.default_processes or 2
+    processes = run_file.stated_processes or 2
     name = f"this machine's {cores()} cores" if processes <= cores() else f"ranks that share {cores()} cores"
     table = {"nodes": 1, "machine": "cpu-2", "name": name, "devices_per_node": processes}
     return cluster_from({"cluster": table}, file="this machine")
@@ -131,7 +135,7 @@ def best_plans(run_file: RunFile, cluster: Path | None, *, keep: int) -> list[di
     """The `keep` fastest plans that fit, as `shoal plan --json` has them; `cluster` as in `cluster_file`."""
     where = cluster_file(run_file.layout.cluster, cluster)
     step = step_of_earlier_run(run_file, host=socket.gethostname()) if where is None else None
-    return [prediction_record(one) for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
+    return [one.record() for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
 
 
 def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) -> tuple[Predictor, Evidence, str]:

@@ -1,6 +1,4 @@
-"""Where a machine's calibration is kept, read and added to: `calibration.toml` in the cache folder.
-
-The cluster file of the machine that this process stands on: what was measured, and what had to be assumed.
+"""The cluster file of the machine that this process stands on: what was measured, and what had to be assumed.
 
 Facts come in as values, so that the file of any machine can be tried on another. What nobody has measured is taken from
 the library of known devices, and said in a sentence.
@@ -8,44 +6,17 @@ the library of known devices, and said in a sentence.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from shoal.config.check import checked
-from shoal.config.load import dumps, read
 from shoal.errors import EnvironmentFault
-from shoal.files import cache_folder
-from shoal.topology.cluster import GB, GIB, TERA, Calibration
+from shoal.topology.calibration import Calibration
+from shoal.topology.cluster import GB, GIB, TERA
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.devices import DEVICES, MACHINES, known_device
-
-
-def calibration_path(environ: Mapping[str, str]) -> Path:
-    """`calibration.toml` in `SHOAL_CACHE`, else in ~/.cache/shoal."""
-    return cache_folder(environ) / "calibration.toml"
-
-
-def read_calibration(path: Path) -> Calibration | None:
-    """What is known of this machine; None before anything was measured. Raises `ConfigError` for a damaged file."""
-    return checked(read(path), Calibration, file=str(path)) if path.exists() else None
-
-
-def add_calibration(path: Path, newer: Calibration) -> Calibration:
-    """Joins `newer` with what the file holds, where it is of the same machine and PyTorch; what is written then."""
-    older = read_calibration(path)
-    same = older is not None and (older.machine, older.torch) == (newer.machine, newer.torch)
-    whole = older.joined(newer) if older is not None and same else newer
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(dumps(whole), encoding="utf-8")
-    part.replace(path)
-    return whole
-
 
 Tables = dict[str, dict[str, Any]]
 NEAREST_CPU, NEAREST_PCIE = "cpu-2", "pcie-l40s-8"

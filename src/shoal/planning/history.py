@@ -1,6 +1,6 @@
 """What was predicted on this machine and what came of it: a line of JSON a run, in the cache folder.
 
-What a plan's predictions are judged by: the errors of this machine's own runs, or those of published tables.
+A plan's predictions are judged by the errors of these runs or, while they are few, by those of published tables.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _on(predictor: Predictor, measured: Measured) -> Predictor:
 
 def _part(cluster: Cluster, run_file: RunFile) -> Cluster:
     """As many of its devices as the run asks for; all of them where it does not say."""
-    asked = run_file.run.processes or run_file.layout.default_processes
+    asked = run_file.stated_processes
     try:
         return cluster if asked is None else cluster.with_devices(asked)
     except ValueError as error:

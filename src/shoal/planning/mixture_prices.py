@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal import units
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.footprint import Footprint, StateBytes
 from shoal.cost.plan import Plan
 from shoal.errors import ShoalError

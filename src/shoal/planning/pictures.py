@@ -11,7 +11,7 @@ from shoal.cost.plan import Plan
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig
 from shoal.planner.predict.predictor import Predictor
-from shoal.planner.search.search import Choice
+from shoal.planner.search.scaling import SizedPlan
 from shoal.planner.simulate.outcome import outcome, timeline_of
 from shoal.planner.simulate.work import Stragglers, work_of
 from shoal.planning.answer import cluster_of, predictor_of
@@ -83,7 +83,7 @@ MOST_BARS = 64
 """Pipeline ranks that are drawn; of more, the first ones and the last."""
 
 
-def draw_plan(folder: Path, predictor: Predictor, plan: Plan, scales: Sequence[Choice]) -> list[Path]:
+def draw_plan(folder: Path, predictor: Predictor, plan: Plan, scales: Sequence[SizedPlan]) -> list[Path]:
     """Writes memory.png, scaling.png and, of a pipeline, pipeline.png into `folder`; the files that were written.
 
     The folder is made if need be.
@@ -128,7 +128,7 @@ def _memory(predictor: Predictor, plan: Plan) -> Figure:
     return figure
 
 
-def _scaling(scales: Sequence[Choice]) -> Figure:
+def _scaling(scales: Sequence[SizedPlan]) -> Figure:
     """Tokens per second over devices, and the line of perfect scaling from the fewest."""
     figure, axes = _figure()
     devices = [one.devices for one in scales]
@@ -233,6 +233,6 @@ def _sizes(run_file: RunFile, cluster: Path | None) -> MicrobatchSizes:
     if cluster is not None:
         ranks = cluster_of(run_file, cluster).devices
     else:
-        ranks = run_file.run.processes or run_file.layout.default_processes or run_file.layout.pipeline
+        ranks = run_file.stated_processes or run_file.layout.pipeline
     layout = run_file.layout.layout(ranks)
     return microbatch_sizes(run_file, shares=layout.replicate * layout.shard)

@@ -18,8 +18,9 @@ from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.models.config import GPTConfig
 from shoal.planner.search.candidates import Allowed
 from shoal.runfile.layout_rules import microbatch_sizes
-from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
+from shoal.runfile.rules import check_across, refusal
 from shoal.runfile.run_file import RunFile
+from shoal.runfile.training_rules import loss_chunks_refusal
 from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout

@@ -10,9 +10,11 @@ from typing import Any
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
-from shoal.planner.explain.explain import CodecPrice, codec_price
-from shoal.planner.predict.predictor import Prediction, Predictor, save_of
-from shoal.planner.simulate.outcome import WEEK_S, Faults, Goodput, StepFigures, does_not_fit, goodput, outcome
+from shoal.planner.explain.codecs import CodecPrice, codec_price
+from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.run_cost import save_of
+from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
+from shoal.planner.simulate.outcome import StepFigures, does_not_fit, outcome
 from shoal.planner.simulate.step import Fold
 from shoal.planner.simulate.work import Stragglers, rank_bytes, work_of
 from shoal.planning.answer import predictor_of, transformer_of
@@ -20,7 +22,7 @@ from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.topology.devices import failures_per_s
+from shoal.topology.failures import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Saving:
     """How often the job saves, and what a save holds it up.
 
     `every_s` None: the availability-optimal interval, but no less than storage takes for the save before. `save_s`
-    None: what follows from the bytes of the state (`planner.predict.predictor`).
+    None: what follows from the bytes of the state (`planner.predict.run_cost`).
     """
 
     every_s: float | None = None

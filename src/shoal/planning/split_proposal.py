@@ -26,7 +26,7 @@ from shoal.models.roles import DeclaresParts, DeclaresRoles
 from shoal.observe.facts import replace_file
 from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
 from shoal.parallel.traced.chain import traced_chain
-from shoal.parallel.traced.following import Proposal, propose_roles
+from shoal.parallel.traced.pairs import Proposal, propose_roles
 from shoal.parallel.traced.relay import Relay, chain_of_calls, integer_attributes
 from shoal.runfile.run_file import RunFile
 

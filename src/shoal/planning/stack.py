@@ -25,7 +25,8 @@ from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.plan_file import runnable
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Cluster, CodecTime
+from shoal.topology.calibration import CodecTime
+from shoal.topology.cluster import Cluster
 
 # The sizes of a run file's model, as the planner's closed forms take them.
 

@@ -27,13 +27,13 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import warm
-from shoal.launcher.children import THROWN_AWAY_S, arm_before_exec, stop
+from shoal.launcher.children import THROWN_AWAY_S, stop
 from shoal.launcher.devices import gpus
+from shoal.launcher.orphans import arm_before_exec
 from shoal.launcher.own_script import TRIAL, TRIAL_OF, own_command
 from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
-from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.mixtures import with_values
 from shoal.planning.plan_file import run_file_of
@@ -56,7 +56,7 @@ class PlanTrial:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        predicted = prediction_record(self.prediction)
+        predicted = self.prediction.record()
         return {"measured_s": self.measured_s, "failure": self.failure or None, "predicted": predicted}
 
 
@@ -247,7 +247,7 @@ def masked_before(run_file: RunFile, step: int) -> RunFile:
 
 
 def _cause(lines: Sequence[str]) -> str:
-    """The line beside that which says which rank failed (`shoal.launcher.failure`); without one, the last."""
+    """The line beside that which says which rank failed (`shoal.launcher.root_cause`); without one, the last."""
     for number, line in enumerate(lines[:-1]):
         if re.match(r"rank \d+ of \d+ failed \(", line):
             return lines[number + 1]

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from shoal.cost.transformer import total_parameters
+from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig
 from shoal.optim.config import AdamW
 from shoal.planning.answer import cluster_of, transformer_of, workload_of
+from shoal.planning.calibration import calibration_here, measured_for_traces, measured_here
 from shoal.planning.measured_step import MeasuredStep
-from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig

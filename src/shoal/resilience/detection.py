@@ -1,33 +1,30 @@
 """What is wrong with a rank that does not fail: it hangs, it is slow, it computes wrongly, or peers cannot reach it.
 
-Hung ranks: alive by their heartbeat, without progress, and others wait for them.
+**Hung ranks** (`Stalls`) are alive by their heartbeat, without progress, and others wait for them. When one rank of a
+lock-step group hangs, the others soon stand still, too, in the collective that they wait in. So a rank hangs that has
+stood still for `limit_s` *outside* of a collective, while another has stood still for as long *inside* of one. Long
+steps are no hang: there nobody waits, or not for so long.
 
-When one rank of a lock-step group hangs, the others soon stand still, too, in the collective that they wait in. So a
-rank hangs that has stood still for `limit_s` *outside* of a collective, while another has stood still for as long
-*inside* of one. Long steps are no hang: there nobody waits, or not for so long.
-
-Slow replicas, by robust statistics over what each step cost each replica, waiting for others left out.
-
-Work on logarithms, since noise of run times is multiplicative. Over the last n `steps` a replica's level is the median
-m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against the median M of the others' levels
+**Slow replicas** (`Stragglers`) are found by robust statistics over what each step cost each replica, waiting for
+others left out. They work on logarithms, since noise of run times is multiplicative. Over the last n `steps` a
+replica's level is the median m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against the median M
+of the others' levels
 
     z = (m_r - M) / (1.2533 s sqrt(1 / n) sqrt(1 + 1 / (R - 1))),   s the median of all s_r, R the number of replicas
 
 is about standard normal while all are alike: 1.2533 is the ratio of a median's standard error to a mean's (Huber,
 "Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `factor` times the others: the first keeps
-noise from being an alarm, the second what is too little to matter.
+noise from being an alarm, the second what is too little to matter. Other programs on a host slow a replica for seconds,
+which nobody has to act on: a warning is for who stays slow for minutes (`Lasting`).
 
-Other programs on a host slow a replica for seconds, which nobody has to act on: a warning is for who stays slow for
-minutes (`Lasting`).
+**Silent corruption** (`compare`): memory and arithmetic units fail without an error now and then (Dixit et al., "Silent
+data corruptions at scale", arXiv:2102.11245). Replicas that apply the same updates hold the same bits; each puts a
+fingerprint of its parameters into its report, and the majority is right. With two replicas a difference is seen, but
+not whose it is. The other replicas' gradients contained those that the culprit computed since its parameters changed;
+they are equal to each other, and so is the run that goes on. How old the difference can be is the number of steps
+between fingerprints.
 
-Silent corruption: replicas that are equal by construction vote on a fingerprint of their parameters.
-
-Memory and arithmetic units fail without an error now and then (Dixit et al., "Silent data corruptions at scale",
-arXiv:2102.11245). Replicas that apply the same updates hold the same bits; each puts a fingerprint of them into its
-report, and the majority is right. With two replicas a difference is seen, but not whose it is.
-
-The other replicas' gradients contained those that the culprit computed since its parameters changed; they are equal to
-each other, and so is the run that goes on. How old the difference can be is the number of steps between fingerprints.
+**Broken links** (`cut_off`): of replicas that cannot reach each other, the one that has to go.
 """
 
 from __future__ import annotations

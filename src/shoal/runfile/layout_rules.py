@@ -8,10 +8,11 @@ all panels of a matrix one width (`shoal.parallel.tensor.summa`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
 
+from shoal.engine.config import Float16
 from shoal.errors import ShoalError
 from shoal.models.attention_config import BlockLists
 from shoal.models.config import ForeignModel, GPTConfig, MoEConfig, attention_mask_of
@@ -234,7 +235,7 @@ def _graphed(run_file: RunFile) -> str | None:
     """What a CUDA graph has written, its next replay overwrites, and it reads weights where they were recorded."""
     said, without = f'run.compile_mode = "{run_file.run.compile_mode}"', "max-autotune-no-cudagraphs"
     layout, samples = run_file.layout, default_micro_samples(run_file)
-    shares = run_file.run.processes or layout.default_processes or 1
+    shares = run_file.stated_processes or 1
     if layout.shard > 1 and run_file.memory.zero in (None, 3):
         return (
             f"{said} with layout.shard and memory.zero = 3: each forward gathers weights into other memory, where a "
@@ -251,8 +252,8 @@ def _graphed(run_file: RunFile) -> str | None:
 def _zero(run_file: RunFile) -> str | None:
     """Among copies nothing is split; a run of one copy on one rank may say what more of them would do."""
     layout, zero = run_file.layout, run_file.memory.zero
-    processes = run_file.run.processes or layout.default_processes or 1
-    if zero is None or layout.auto or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
+    processes = run_file.stated_processes or 1
+    if zero is None or layout.auto or layout.shard > 1 or processes == layout.replica_size:
         return None
     return (
         f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
@@ -324,3 +325,55 @@ def most_samples(run_file: RunFile, *, shares: int) -> int:
     """Samples of a step in the largest share, in whole groups of statistics."""
     group = statistics_group(run_file.model)
     return group * -(-(run_file.batch.global_samples // group) // shares)
+
+
+def pipedream_refusal(run_file: RunFile) -> str | None:
+    """One sentence if PipeDream, which updates after each microbatch, cannot run; None for other schedules.
+
+    Refused is what needs one version of the weights, or a moment when all stages hold the gradient of one microbatch.
+    """
+    if not run_file.pipeline.asynchronous:
+        return None
+    found = next(_against_pipedream(run_file), None)
+    return None if found is None else f'pipeline.schedule = "PipeDream" with {found[0]}: {found[1]}'
+
+
+def _against_pipedream(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, model, optimizer = run_file.layout, run_file.model, run_file.optimizer
+    if layout.pipeline == 1:
+        yield "layout.pipeline = 1", "it is another computation than training without a pipeline; set it to 2 or more"
+    if layout.shard > 1:
+        yield f"layout.shard = {layout.shard}", "each stage keeps older weights, whole; use layout.replicate"
+    if layout.expert > 1:
+        yield f"layout.expert = {layout.expert}", "its older weights are proved with whole experts only; set it to 1"
+    if isinstance(model, MoEConfig):
+        yield 'model.kind = "moe"', "experts are balanced once a step; choose another schedule"
+    if getattr(model, "tied", False):
+        yield "model.tied = true", "the two ends of the pipeline are at different updates; set it to false"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "its loss scale needs a vote of all stages; use bfloat16"
+    if run_file.pipeline.microbatches is not None and run_file.batch.micro_samples is not None:
+        yield "pipeline.microbatches and batch.micro_samples", "each says how many updates a step makes; leave one out"
+    elif (other := _other_number(run_file)) is not None:
+        yield f"pipeline.microbatches = {run_file.pipeline.microbatches}", other
+    if optimizer.lr_for_samples is not None:
+        yield "optimizer.lr_for_samples", "an update is a microbatch there; set optimizer.lr alone"
+
+
+def _other_number(run_file: RunFile) -> str | None:
+    """Why the written number of updates is not that which a step would make; None where it is, or none is written.
+
+    Microbatches are of one size, of `s` groups of samples: the numbers that come out are ceil(groups / s).
+    """
+    wanted = run_file.pipeline.microbatches
+    shares = run_file.batch_shares
+    sizes, most = microbatch_sizes(run_file, shares=shares), most_samples(run_file, shares=shares)
+    if wanted is None or sizes.in_flight == wanted:
+        return None
+    smaller = sizes.samples - statistics_group(run_file.model)
+    nearest = [sizes.in_flight] if smaller == 0 else [sizes.in_flight, -(-most // smaller)]
+    return (
+        f"{most} samples in microbatches of {sizes.samples} make {sizes.in_flight} updates a step; "
+        f"nearest: {' or '.join(map(str, nearest))}"
+    )

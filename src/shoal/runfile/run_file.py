@@ -1,4 +1,4 @@
-"""The run file's root: every table, and the rules between tables.
+"""The run file's root: every table of a run, and what several of them say together.
 
 Reading it imports no torch, so that a wrong key is refused at once and the launcher starts at once.
 """
@@ -215,6 +215,17 @@ class RunFile(Table, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     hooks: HooksConfig = HooksConfig()
+
+    @property
+    def stated_processes(self) -> int | None:
+        """Ranks of the run, as `run.processes` or the axes of the layout say; None where neither does."""
+        return self.run.processes or self.layout.default_processes
+
+    @property
+    def batch_shares(self) -> int:
+        """Into how many shares (replicate x shard) the samples of a step are split; 1 where no processes are stated."""
+        ranks_a_share = self.layout.replica_size // self.layout.shard
+        return max(1, (self.stated_processes or 1) // ranks_a_share)
 
 
 def run_directory(run_file: RunFile) -> Path:

@@ -1,10 +1,10 @@
-"""Rules between tables that say how a model is trained: masters, optimizer, norms. Imports no torch."""
+"""Rules between tables that say how a model is trained: masters, optimizer, norms, float8, loss. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.engine.config import BFloat16Params
+from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
 from shoal.memory.config import OffloadConfig
 from shoal.optim.config import groups_refusal, kinds_whose
 from shoal.optim.kinds import Searching
@@ -266,3 +266,31 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "[elastic]", why
     if run_file.run.compile:
         yield run_file.run.compile_said, "a compiled forward holds no exchange between ranks; leave it out"
+
+
+def float8_refusal(run_file: RunFile) -> str | None:
+    """One sentence if a layer would have no product in float8."""
+    if not isinstance(run_file.precision, Float8) or run_file.layout.tensor == 1:
+        return None
+    return (
+        f'precision.kind = "float8" with layout.tensor = {run_file.layout.tensor}: layers that ranks split have no '
+        'float8 products; set layout.tensor = 1, or precision.kind = "bfloat16"'
+    )
+
+
+def loss_chunks_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the loss cannot be taken of a part of the tokens at a time."""
+    chunks, loss = run_file.memory.loss_chunks, run_file.loss
+    if chunks == 1:
+        return None
+    if not isinstance(loss, CrossEntropy):
+        return (
+            f'memory.loss_chunks = {chunks} with loss.kind = "{loss.variant}": only the cross-entropy of each token is '
+            "known to need no other token; leave memory.loss_chunks out"
+        )
+    if run_file.run.compile not in (False, "blocks"):
+        return (
+            f"memory.loss_chunks = {chunks} with {run_file.run.compile_said}: a compiled forward ends "
+            'with its logits; leave one of the two out, or set run.compile = "blocks"'
+        )
+    return None

@@ -4,7 +4,7 @@ What `freeze.layers` names never requires a gradient: it has no bucket, no optim
 activations for it unless something before it is trained.
 
 Layers that are frozen later have both, and give them up: their `.grad` is None in the optimizer's step, their state is
-dropped but for averages, replicas do not send their gradients (`shoal.sparsity.masks`), and autograd does not record
+dropped but for averages, replicas do not send their gradients (`shoal.sparsity.exchange`), and autograd does not record
 what lies before the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from
 the step alone, but for progress, which is saved.
 

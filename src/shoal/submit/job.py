@@ -118,7 +118,7 @@ def array_job(job: SubmittedJob, array: Array, *, name: str, directory: str) -> 
 
 def world_size_of(run_file: RunFile, *, nodes: int | None, ranks_per_node: int | None) -> int:
     """How many ranks the job has: as the run file says, else hosts times ranks. Raises `UsageError` without either."""
-    stated = run_file.run.processes or run_file.layout.default_processes
+    stated = run_file.stated_processes
     if stated is not None:
         return stated
     if ranks_per_node is None:

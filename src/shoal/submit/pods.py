@@ -10,10 +10,6 @@ a host. Pods never restart alone (`restartPolicy: Never`), as ranks that have lo
     anything else              BackoffLimitExceeded             starts again, at most `--restarts` times
 
 What is alive has taken a step: the probes look for events that are younger than the stall limit.
-
-What a run file names relative to the folder it is submitted from: modules of the user's, and files of data.
-
-A pod has neither that folder nor what lies in it.
 """
 
 from __future__ import annotations
@@ -34,25 +30,6 @@ from shoal.errors import Stopped, UsageError
 from shoal.launcher.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
 from shoal.runfile.run_file import RunFile
 from shoal.submit.job import FATAL_CODES, SubmittedJob
-
-
-def local_names(run_file: RunFile, folder: Path) -> dict[str, str]:
-    """File or folder by the key that needs it, of what is found in `folder`."""
-    found = dict(_modules(msgspec.to_builtins(run_file), "", folder))
-    data = next((name for name in local_files(run_file.data, folder) if not os.path.isabs(name)), None)
-    return found | ({} if data is None else {"data": data})
-
-
-def _modules(table: dict[str, Any], path: str, folder: Path) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            found += _modules(value, f"{path}{key}.", folder)
-        elif key == "build" and isinstance(value, str):
-            name = value.partition(":")[0].partition(".")[0]
-            found += [(f"{path}{key}", there) for there in (f"{name}.py", name) if name and (folder / there).exists()]
-    return found
-
 
 CONTAINER = "node"
 RUN_FILE, RUN_FOLDER = "run.toml", "/etc/shoal"
@@ -217,13 +194,33 @@ def _workdir(job: SubmittedJob, options: KubernetesOptions) -> dict[str, str]:
         if not options.workdir.startswith("/"):
             raise UsageError(f"--workdir {options.workdir!r} is no absolute path: pods know no other; write /runs/code")
         return {"workingDir": options.workdir}
-    there = local_names(job.run_file, job.folder) | ({"the job": job.script[0]} if job.script else {})
+    there = _local_names(job.run_file, job.folder) | ({"the job": job.script[0]} if job.script else {})
     for key, name in there.items():
         raise UsageError(
             f"{key} needs {name}, which lies in {job.folder}, and pods do not have that folder: copy it into the image "
             f"or onto the volume, and give its folder there with --workdir (such as {RUNS}/code)"
         )
     return {}
+
+
+def _local_names(run_file: RunFile, folder: Path) -> dict[str, str]:
+    """Modules of the user's and files of data that the run file names and that lie in `folder`, by the key that needs
+    them: a pod has neither that folder nor what lies in it.
+    """
+    found = dict(_modules(msgspec.to_builtins(run_file), "", folder))
+    data = next((name for name in local_files(run_file.data, folder) if not os.path.isabs(name)), None)
+    return found | ({} if data is None else {"data": data})
+
+
+def _modules(table: dict[str, Any], path: str, folder: Path) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found += _modules(value, f"{path}{key}.", folder)
+        elif key == "build" and isinstance(value, str):
+            name = value.partition(":")[0].partition(".")[0]
+            found += [(f"{path}{key}", there) for there in (f"{name}.py", name) if name and (folder / there).exists()]
+    return found
 
 
 def node_selector_of(labels: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -28,8 +28,8 @@ import msgspec
 
 from shoal.errors import CollectiveError, EnvironmentFault, MissingExtra, ShoalError, Stopped, UsageError
 from shoal.files import read_file
-from shoal.launcher.children import ask_kernel
 from shoal.launcher.host import MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK, NPROC_PER_NODE
+from shoal.launcher.orphans import ask_kernel
 from shoal.submit.job import FATAL_CODES
 from shoal.submit.ray_job import RayJob
 from shoal.submit.scheduler import State

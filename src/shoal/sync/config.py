@@ -287,7 +287,7 @@ class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
 class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming"):
     """Streaming DiLoCo (arXiv:2501.18512): fragments of the model are agreed on in turn, behind further steps."""
 
-    implemented_by: ClassVar[str] = "shoal.sync.local:StreamingSync"
+    implemented_by: ClassVar[str] = "shoal.sync.streaming:StreamingSync"
     takes_codec: ClassVar[bool] = True
 
     fragments: Annotated[

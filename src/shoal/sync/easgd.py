@@ -21,7 +21,8 @@ from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
 from shoal.state import Section
 from shoal.sync.config import EASGDConfig
-from shoal.sync.flat_copy import FlatCopy, Meeting, OwnSection, device_of, sum_over
+from shoal.sync.flat_copy import FlatCopy, OwnSection
+from shoal.sync.meeting import Meeting, device_of, sum_over
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 

@@ -36,7 +36,8 @@ from shoal.errors import ConfigError
 from shoal.maths.mixing import Matrix
 from shoal.state import Section
 from shoal.sync.config import GossipConfig
-from shoal.sync.flat_copy import FlatCopy, Meeting, OwnSection, device_of, sum_over
+from shoal.sync.flat_copy import FlatCopy, OwnSection
+from shoal.sync.meeting import Meeting, device_of, sum_over
 from shoal.sync.push_sum import LateShares, MixingSchedule, PushSum, Share, message_bytes, pack, unpack
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 

@@ -38,16 +38,9 @@ from shoal.state import Owned, Section
 from shoal.sync.admission import Asynchronous, Bounded, FirstComers, Rule
 from shoal.sync.config import ServerConfig
 from shoal.sync.server_part import Merge, ServedPart, Standing
-from shoal.sync.server_tables import (
-    Roles,
-    RowsFromServers,
-    ServedTable,
-    owned_pieces,
-    partition,
-    places_of,
-    roles_of,
-    serve_table,
-)
+from shoal.sync.server_partition import owned_pieces, partition
+from shoal.sync.server_roles import Roles, roles_of
+from shoal.sync.server_tables import RowsFromServers, ServedTable, places_of, serve_table
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker, share_rows
 from shoal.sync.strategy import Agreed, Carried, OwnSteps, Replica, Taken
 

@@ -30,7 +30,8 @@ from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.ledger import Ledger
 from shoal.sync.admission import Contribution
 from shoal.sync.server_part import Sent, ServedPart, Standing, changed_chunks, chunks_in, elements_of
-from shoal.sync.server_tables import ParameterRun, TablePlaces
+from shoal.sync.server_partition import ParameterRun
+from shoal.sync.server_tables import TablePlaces
 
 _GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS, _IN_PLACE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 _HEAD, _BODY = 0, 1  # tags

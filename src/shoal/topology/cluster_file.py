@@ -1,15 +1,13 @@
 """The cluster file (TOML) -> `Cluster`. A known machine fills what is not written; every written key wins.
 
-[cluster]
-nodes = 16
-machine = "dgx-h100"
+    [cluster]
+    nodes = 16
+    machine = "dgx-h100"
 
-[scale_out]
-gb_s = 50
+    [scale_out]
+    gb_s = 50
 
-The reference of the cluster file, from its tables and what is known by name.
-
-`python -m shoal.topology.cluster_file docs/reference/cluster-file.md` writes it anew.
+`python -m shoal.topology.cluster_file docs/reference/cluster-file.md` writes the reference of its keys anew.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from shoal.config.check import Table, checked, says
 from shoal.config.load import markdown, read
 from shoal.errors import ConfigError
 from shoal.topology.cluster import Architecture, Cluster, Device, FatTree, Link, Machine, Network, Price, Reliability
-from shoal.topology.devices import DEVICES, MACHINES, PUBLISHED, published_rate
+from shoal.topology.devices import DEVICES, MACHINES
+from shoal.topology.failures import PUBLISHED, published_rate
 
 Known = TypeVar("Known")
 

@@ -17,8 +17,8 @@ import msgspec
 from shoal.errors import UsageError
 from shoal.files import meant, temporary_folder
 from shoal.launcher.children import interrupted_by_sigterm, wait_for
-from shoal.launcher.failure import ExitCode
 from shoal.launcher.own_script import KEYS, ScriptCheck, divided
+from shoal.launcher.spawn import ExitCode
 from shoal.observe.terminal import ProgressBar
 from shoal.verification.verdict import Verdict
 

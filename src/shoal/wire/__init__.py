@@ -14,9 +14,10 @@ group.
 
 from __future__ import annotations
 
+from shoal.wire.adaptive import Adaptive
 from shoal.wire.arrays import as_array
 from shoal.wire.codecs import Cast, Codec, ErrorFeedback, Int8, TopK
 from shoal.wire.connect import init, world
-from shoal.wire.group import Adaptive, Group
+from shoal.wire.group import Group
 
 __all__ = ["Adaptive", "Cast", "Codec", "ErrorFeedback", "Group", "Int8", "TopK", "as_array", "init", "world"]

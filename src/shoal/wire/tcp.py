@@ -31,7 +31,7 @@ import numpy as np
 from shoal.comm.ledger import Sent
 from shoal.comm.shm.core import BYTES, REDUCTIONS, Fault, Kind, Signature, sentence
 from shoal.errors import CollectiveError
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.wire.arrays import Array, combine, dtype_number, reduction_numbers
 from shoal.wire.board import StoreBoard
 
@@ -407,7 +407,7 @@ def _knock(door: str, rank: int, other: int, key: bytes) -> socket.socket:
         connection = sockets.connected(address, int(port))
         handshake.shake_hands(connection, key, which=f"the token of this job, as rank {other} has it")
         connection.sendall(rank.to_bytes(4, "big"))
-    except (OSError, sockets.FrameError) as error:
+    except (OSError, frames.FrameError) as error:
         raise CollectiveError(
             f"rank {rank} cannot connect to rank {other} at {address}:{port} ({error}): see whether it runs, and "
             "whether a firewall is between the hosts"
@@ -436,7 +436,7 @@ def _let_in(listener: socket.socket, rank: int, size: int, key: bytes, board: St
             if handshake.admit_one(connection, key) and (other := int.from_bytes(connection.recv(4), "big")) in missing:
                 found[other] = _Peer(connection)
                 continue
-        except (OSError, sockets.FrameError):
+        except (OSError, frames.FrameError):
             pass
         connection.close()
     return found

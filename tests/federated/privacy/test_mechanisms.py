@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.federated.client_data import ClientData
 from shoal.federated.config import FedAvgConfig, PrivacyConfig
-from shoal.federated.local_training import ClientData
 from shoal.federated.privacy.accountants import WHOLE_ORDERS, client_budget, rdp_epsilon
 from shoal.federated.privacy.mechanisms import (
     PrivateGradient,

@@ -16,12 +16,12 @@ from shoal.federated.secure.client import SecureClient
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
 from shoal.federated.secure.summing import encoded, largest_norm_of
 from shoal.federated.simulation import client_name, data_for, shards_of, width_of
-from shoal.federated.strategy import Plan
+from shoal.federated.strategy import RoundPlan
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import Host, session_of, strategy_of
 from shoal.federated.transport.store import ClientStore, Store, digest_of
-from shoal.federated.work import ClientState, LocalRound, ServerModel, Work
+from shoal.federated.work import ClientState, ClientWork, LocalRound, ServerModel
 
 
 class Killed(BaseException):
@@ -94,8 +94,8 @@ class LocalClient:
         state = self.store.state(turn=answer.turn, last=answer.last)
         path = host.store.model_path(answer.ticket.version, self.width)
         model = messages.read_frame(path, messages.ModelHeader)
-        plan = Plan(model.header.pull, model.vectors.get("control"), others=model.vectors.get("others"))
-        work = Work(answer.ticket, self.data, state)
+        plan = RoundPlan(model.header.pull, model.vectors.get("control"), others=model.vectors.get("others"))
+        work = ClientWork(answer.ticket, self.data, state)
         self.between()
         update, after = LocalRound(self.task, self.strategy, model.vectors["model"].clone(), plan).train([work])[0]
         self.store.keep(answer.ticket, after)
@@ -216,7 +216,7 @@ def replayed(task: Task, used: Iterable[Ticket]) -> Tensor:
         plan, updates = server.plan(), []
         for ticket in by_version.get(version, []):
             state = states.get(ticket.client, ClientState())
-            work = Work(ticket, data[ticket.client], state, width_of(task, ticket.client))
+            work = ClientWork(ticket, data[ticket.client], state, width_of(task, ticket.client))
             trained = LocalRound(task, server.strategy, server.model.clone(), plan).train([work])
             update, states[ticket.client] = trained[0]
             updates.append(update)

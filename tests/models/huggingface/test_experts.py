@@ -13,7 +13,7 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.weights import weights_of
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.errors import UserCodeError

@@ -15,11 +15,11 @@ from shoal.errors import LayoutError, UserCodeError
 from shoal.models.attention_config import BigBird, BlockLists, SlidingWindow, SparseAttentionConfig
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
-from shoal.parallel import attention_tiles
-from shoal.parallel import attention_tiles as rows_of_tiles
-from shoal.parallel.attention_tiles import Plain
-from shoal.parallel.context import positions
-from shoal.parallel.context_cores import KINDS, FetchedAttention, check_context, fetch_of, put_context
+from shoal.parallel.context import tiles
+from shoal.parallel.context.core import positions
+from shoal.parallel.context.cores import KINDS, check_context, put_context
+from shoal.parallel.context.fetch import FetchedAttention, fetch_of
+from shoal.parallel.context.kernels import Plain
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
@@ -118,8 +118,8 @@ def test_the_plain_kernel_and_tiles_cut_into_rows_give_the_same(
     kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs where there is no fused kernel, and where a mask is too large to be written at once."""
-    monkeypatch.setattr(attention_tiles, "MOST_MASKED_NUMEL", 1000)
-    monkeypatch.setattr(rows_of_tiles, "kernel_for", lambda *_, **__: Plain())
+    monkeypatch.setattr(tiles, "MOST_MASKED_NUMEL", 1000)
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_, **__: Plain())
     tensors, documents = inputs(batch=2, heads=4, kv_heads=2, seq=40, packed=packed)
     for mine, whole in split_and_whole(kind, 2, tensors, documents):
         torch.testing.assert_close(mine, whole, **F64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.errors import LayoutError
-from shoal.parallel.context import by_rank, check_sequence, in_sequence, positions
+from shoal.parallel.context.core import by_rank, check_sequence, in_sequence, positions
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

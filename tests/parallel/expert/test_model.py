@@ -18,8 +18,8 @@ from shoal.models.config import MoEConfig
 from shoal.models.layers import set_sample_keys
 from shoal.models.mixture import RecordRoutes, Routes, loads, mixtures_of, set_routes
 from shoal.models.router import auxiliary_total, counted_tokens, set_auxiliary
-from shoal.parallel.context import positions
-from shoal.parallel.context_cores import put_context
+from shoal.parallel.context.core import positions
+from shoal.parallel.context.cores import put_context
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.vocabulary import vocabulary_cross_entropy

@@ -16,7 +16,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
 from shoal.models.layers import set_sample_keys
 from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
-from shoal.parallel.pipeline.joints import AS_IT_IS, Packing
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, estimated_costs, staged
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.table import Action, ScheduleTable, forward_only

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.codec.quantise import Blockwise, Cast
-from shoal.parallel.pipeline.joints import AS_IT_IS, Form, Packing, StageCodec
+from shoal.parallel.pipeline.packing import AS_IT_IS, Form, Packing, StageCodec
 from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs, staged
 from shoal.schedules.build import build
 from tests.parallel.pipeline import chains

@@ -19,17 +19,17 @@ from shoal.errors import UserCodeError
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.roles import roles_of
-from shoal.planner.intra import choose as eliminate
-from shoal.planner.intra.choose import Choice, Prices, Problem, cheapest, placements_of
-from shoal.planner.intra.graph import (
+from shoal.planner.intra import elimination
+from shoal.planner.intra.choose import OperatorPrices, ParameterSplits, Problem, placements_of
+from shoal.planner.intra.elimination import cheapest
+from shoal.planner.intra.graph import Node, graph_of
+from shoal.planner.intra.strategies import (
     PARTIAL,
     SHARED,
     WHOLE,
-    Node,
     OperatorPlacement,
     conversion_s,
     folded,
-    graph_of,
     split,
     strategies_of,
 )
@@ -43,7 +43,7 @@ EXACT = 1e-9
 """Sums of the same costs in another order."""
 LINKS = group_of(known_cluster("dgx-h100", 1), RANKS, stride=1, world=8)
 RATES = Rates(matmul_flops_s=4e14, peak_flops_s=5e14, memory_bytes_s=2.7e12, units=132, kernel_s=4e-6)
-PRICES = Prices(RATES, LINKS, 40.0)
+PRICES = OperatorPrices(RATES, LINKS, 40.0)
 
 
 def traced(
@@ -131,7 +131,7 @@ def test_a_gpt_is_split_as_its_roles_say(gpt: tuple[tuple[Node, ...], dict[str, 
 def test_a_fixed_placement_is_kept(gpt: tuple[tuple[Node, ...], dict[str, str], Problem]) -> None:
     """And costs at least as much as a free one."""
     name = "blocks.0.feed_forward.down.weight"
-    choice: Choice = gpt[2].solved({name: split(0)})
+    choice: ParameterSplits = gpt[2].solved({name: split(0)})
     assert choice.placements[name] == split(0)
     assert choice.cost_s >= gpt[2].solved().cost_s
 
@@ -218,7 +218,7 @@ def test_reshaped_dimensions(before: tuple[int, ...], after: tuple[int, ...], pa
 
 def test_a_tangle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no exact answer is at hand there is a sentence, not another answer."""
-    monkeypatch.setattr(eliminate, "MOST_ENTRIES", 100)
+    monkeypatch.setattr(elimination, "MOST_ENTRIES", 100)
     own = [np.zeros(4) for _ in range(6)]
     with pytest.raises(UserCodeError, match="hang together"):
         cheapest(own, {pair: np.zeros((4, 4)) for pair in itertools.combinations(range(6), 2)})

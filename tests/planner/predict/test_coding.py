@@ -16,7 +16,7 @@ from shoal.codec.config import (
     ShardCodecConfig,
     TopKConfig,
 )
-from shoal.codec.stated import Matrices, label, stated
+from shoal.codec.costs import Matrices, label, stated
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.coding import gradient_sum
@@ -26,7 +26,8 @@ from shoal.planner.predict.workload import Constants
 from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import work_of
 from shoal.planning.simulating import table_of
-from shoal.topology.cluster import Cluster, CodecTime
+from shoal.topology.calibration import CodecTime
+from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 

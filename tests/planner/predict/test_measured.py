@@ -27,7 +27,7 @@ from shoal.planner.predict.measured import (
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.workload import Constants, calibrate_factor
-from shoal.topology.cluster import Calibration, Crowd, Wait
+from shoal.topology.calibration import Calibration, Crowd, Wait
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import CORES, calibration

@@ -18,7 +18,7 @@ from shoal.planner.predict.layer import share_of
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.stack import MODERN
 from shoal.planner.predict.workload import ITEMS, Constants
-from shoal.planner.simulate.work import Work, work_of
+from shoal.planner.simulate.work import StepWork, work_of
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, plans, predictor
@@ -165,7 +165,7 @@ def test_a_balanced_cut_makes_room_for_the_head() -> None:
     assert balanced.footprint(plan, 0).weights > even.footprint(plan, 0).weights
 
 
-def rank_seconds(work: Work, stages: Sequence[int], microbatches: int) -> float:
+def rank_seconds(work: StepWork, stages: Sequence[int], microbatches: int) -> float:
     """Seconds that a rank with these stages computes in a step, the optimizer left out."""
     each = (work.stages[stage] for stage in stages)
     return microbatches * sum(stage.forward_s + stage.input_s + stage.weight_s for stage in each)

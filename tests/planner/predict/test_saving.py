@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.planner.predict.predictor import run_cost, save_of, save_seconds
+from shoal.planner.predict.run_cost import run_cost, save_of, save_seconds
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import search
 from shoal.topology.cluster_file import known_cluster

@@ -8,16 +8,8 @@ import pytest
 
 from shoal.errors import LayoutError
 from shoal.planner.search.candidates import Allowed, candidates
-from shoal.planner.search.search import (
-    WORTH,
-    fewest_nodes,
-    fitting_memory,
-    pareto,
-    scaling_of,
-    search,
-    sizes,
-    smallest_cluster,
-)
+from shoal.planner.search.scaling import WORTH, pareto, scaling_of, sizes
+from shoal.planner.search.search import fewest_nodes, fitting_memory, search, smallest_cluster
 from shoal.topology.cluster_file import known_cluster
 from tests.planner.jobs import LARGE, predictor
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulate import best_interval
 from shoal.cost.interval import availability_optimal_s, daly_s, effective_share, young_s
-from shoal.planner.simulate.outcome import Faults, goodput
+from shoal.planner.simulate.goodput import Faults, goodput
 
 YEAR_S = 365 * 86400.0
 INTERVALS = 0.10

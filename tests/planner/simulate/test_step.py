@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cost.activations import bubble_s
+from shoal.cost.bubble import bubble_s
 from shoal.cost.plan import Plan
 from shoal.planner.simulate.outcome import outcome
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
-from shoal.planner.simulate.work import Message, Stage, Stragglers, Work, uniform, work_of
+from shoal.planner.simulate.work import Message, Stage, StepWork, Stragglers, uniform, work_of
 from shoal.planning.simulating import table_of
 from shoal.schedules.build import build
 from shoal.schedules.timeline import timeline
@@ -45,7 +45,7 @@ def test_without_shared_ports_it_is_the_timeline(schedule: str) -> None:
         Stage(forward_s=1 + 0.1 * number, input_s=1.3 + 0.07 * number, weight_s=0.6 + 0.05 * number)
         for number in range(table.stages)
     )
-    step = simulate_step(table, Work(stages=stages, transfer=Message(busy_s=0.0, latency_s=0.2)))
+    step = simulate_step(table, StepWork(stages=stages, transfer=Message(busy_s=0.0, latency_s=0.2)))
     times = timeline(
         table,
         forward_s=[one.forward_s for one in stages],
@@ -98,7 +98,7 @@ def test_one_slow_device_holds_up_everybody() -> None:
     """Replicas that sum gradients end with the slowest; without the sum of others' gradients they would not."""
     table = build("1F1B", ranks=2, microbatches=4)
     stage = Stage(forward_s=1, input_s=1, weight_s=1, sums=(Message(busy_s=0.5),) * 2)
-    work = Work(stages=(stage, stage), transfer=Message(busy_s=0.01))
+    work = StepWork(stages=(stage, stage), transfer=Message(busy_s=0.01))
     fold = Fold(replicas=2, fold_replicas=False)
     even = simulate_step(table, work, fold=fold)
     slow = simulate_step(table, work, fold=fold, stragglers=Stragglers(slow={(1, 0, 0): 2.0}))
@@ -109,13 +109,13 @@ def test_sums_beside_the_backward_are_hidden_and_slow_it_down() -> None:
     """Overlap: earlier than behind the backward, and later than if hiding cost nothing."""
     table = build("1F1B", ranks=1, microbatches=2)
     stage = Stage(forward_s=1, input_s=1, weight_s=1, sums=(Message(busy_s=0.2),) * 4)
-    beside = Work(stages=(stage,), transfer=Message(busy_s=0.0), slowdown=0.1)
+    beside = StepWork(stages=(stage,), transfer=Message(busy_s=0.0), slowdown=0.1)
     free, behind = replace(beside, slowdown=0.0), replace(beside, behind=True)
     seconds = [simulate_step(table, work).played.makespan_s for work in (free, beside, behind)]
     assert seconds == pytest.approx([6.2, 6.2 + 3 * 0.1 * 0.2, 6.8])
 
 
-def _work(plan: Plan, cluster: Cluster) -> Work:
+def _work(plan: Plan, cluster: Cluster) -> StepWork:
     return work_of(plan, predictor(cluster=cluster))
 
 

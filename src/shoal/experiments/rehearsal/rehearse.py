@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from shoal.assembly.start import processes_of
-from shoal.checkpoint.inspect import compare, weights_of
+from shoal.checkpoint.inspect import compare
+from shoal.checkpoint.weights import weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.faults import why_no_small_disk
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
@@ -25,8 +26,8 @@ from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.files import temporary_folder
 from shoal.fleet.processes import REPLICA
-from shoal.launcher.children import LAUNCHER_PID
 from shoal.launcher.environment import place_from
+from shoal.launcher.orphans import LAUNCHER_PID
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run

@@ -3,7 +3,7 @@
 A run without `[elastic]` is started by `shoal launch`, half of the ranks on each host. An elastic one has a coordinator
 on the first host, and `shoal train` on both with half of the replicas.
 
-A coordinator of a rehearsed elastic run as a process of its own on this host, which can be killed and comes back.
+The coordinator is a process of its own, which can be killed and comes back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, MissingExtra, UsageError
-from shoal.federated.local_training import ClientData
+from shoal.federated.client_data import ClientData
 from shoal.federated.secure.client import ProtocolBroken, SecureClient
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
 from shoal.federated.secure.summing import (
@@ -31,12 +31,12 @@ from shoal.federated.secure.summing import (
     noise_of_clients,
 )
 from shoal.federated.simulation import local_mask
-from shoal.federated.strategy import Plan, Update
+from shoal.federated.strategy import RoundPlan, Update
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import session_of, strategy_of
 from shoal.federated.transport.store import ClientStore
-from shoal.federated.work import ClientState, LocalRound, Work
+from shoal.federated.work import ClientState, ClientWork, LocalRound
 
 try:
     import aiohttp
@@ -115,8 +115,8 @@ class Client:
         if model is None:
             return  # the round is over
         beside = {name: model.vectors.get(name) for name in ("control", "others")}
-        plan = Plan(model.header.pull, settings=model.header.settings, **beside)
-        work = Work(ticket, self.data, state)
+        plan = RoundPlan(model.header.pull, settings=model.header.settings, **beside)
+        work = ClientWork(ticket, self.data, state)
         update, after = await asyncio.to_thread(self._trained, model, plan, work)
         self.store.keep(ticket, after)
         ended = await (self._upload(update, train) if train.secret is None else self._in_secret(update, train))
@@ -128,7 +128,7 @@ class Client:
             if ended.reason.startswith(("client ", "the update of ", "the upload of ")):
                 await asyncio.sleep(1.0)  # the server will not take the same again in this round
 
-    def _trained(self, model: messages.Frame, plan: Plan, work: Work) -> tuple[Update, ClientState]:
+    def _trained(self, model: messages.Frame, plan: RoundPlan, work: ClientWork) -> tuple[Update, ClientState]:
         vector = model.vectors["model"].clone()
         return LocalRound(self.task, self._strategy, vector, plan, self._local).train([work])[0]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from shoal.coordinator.journal import Journal
 from shoal.errors import CorruptCheckpoint
 from shoal.federated.rounds import Decision, Rounds, Ticket
-from shoal.federated.strategy import Plan
+from shoal.federated.strategy import RoundPlan
 from shoal.federated.transport import messages
 from shoal.federated.work import ClientState
 from shoal.files import make_durable
@@ -60,7 +60,9 @@ class Store:
         """Where it lies while it arrives."""
         return self.upload_path(ticket).with_suffix(".part")
 
-    def write_model(self, version: int, state: dict[str, Tensor], plan: Plan, corners: Sequence[Tensor] = ()) -> None:
+    def write_model(
+        self, version: int, state: dict[str, Tensor], plan: RoundPlan, corners: Sequence[Tensor] = ()
+    ) -> None:
         """The files of a version, each whole or not at all, and durable: the state, and the frame of each width."""
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
         replace_file(self._state_path(version), save(contiguous))
@@ -71,7 +73,7 @@ class Store:
         self._write_frame(self.model_path(version), version, vectors, plan)  # the last: where it is, all are
         make_durable(self.directory)
 
-    def _write_frame(self, path: Path, version: int, vectors: dict[str, Tensor], plan: Plan) -> None:
+    def _write_frame(self, path: Path, version: int, vectors: dict[str, Tensor], plan: RoundPlan) -> None:
         parts = tuple(messages.part_of(name, vector) for name, vector in vectors.items())
         header = messages.ModelHeader(version=version, pull=plan.pull, settings=dict(plan.settings), parts=parts)
         written = path.with_suffix(".part")

@@ -28,10 +28,9 @@ from typing import Any
 
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Environ
-from shoal.launcher.failure import ExitCode
 from shoal.launcher.lab.lab_file import Lab
 from shoal.launcher.rank_process import HostEntry
-from shoal.launcher.spawn import run_ranks
+from shoal.launcher.spawn import ExitCode, run_ranks
 from shoal.launcher.supervision import Patience, say
 
 # `ip` and `tc`: whether this process may use them, and running several of their commands at once.

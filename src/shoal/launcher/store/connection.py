@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shoal.errors import CollectiveError, EnvironmentFault, GenerationOver
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.launcher.environment import LOOPBACK, Place
 from shoal.launcher.store.messages import (
     MOST_FRAME_BYTES,
@@ -186,7 +186,7 @@ class StoreConnection:
             if self._lost:
                 raise self._gone(self._lost)
             try:
-                self._connection.sendall(sockets.encode(request))
+                self._connection.sendall(frames.encode(request))
             except OSError as error:  # perhaps in the middle of a frame: nothing can follow
                 self._end(str(error))
                 raise self._gone(str(error)) from None
@@ -200,12 +200,12 @@ class StoreConnection:
         reason = "it was closed"
         try:
             while True:
-                reply = sockets.decode(
-                    sockets.receive(self._connection, most_bytes=MOST_FRAME_BYTES, patient=True), REPLIES
+                reply = frames.decode(
+                    frames.receive(self._connection, most_bytes=MOST_FRAME_BYTES, patient=True), REPLIES
                 )
                 if (replies := self._pending.get(reply.number)) is not None:  # else nobody waits for it any more
                     replies.put(reply)
-        except (OSError, sockets.FrameError) as error:
+        except (OSError, frames.FrameError) as error:
             reason = str(error)
         with self._lock:
             self._end(reason)
@@ -265,7 +265,7 @@ def reach_store(
     repair = f"{SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {START_KEY}"
     try:
         return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
-    except sockets.FrameError as error:
+    except frames.FrameError as error:
         raise CollectiveError(
             f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
             "rank 0 on every rank"

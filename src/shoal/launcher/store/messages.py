@@ -1,4 +1,4 @@
-"""What a rank asks the store, and what it answers: frames of MessagePack (`launcher.sockets`), matched by number.
+"""What a rank asks the store, and what it answers: frames of MessagePack (`launcher.frames`), matched by number.
 
 Sizes are bounded: a value has at most `MOST_VALUE_BYTES`, and a reply carries as many values as fit into
 `REPLY_BYTES`, but at least one; the rest is asked for again.

@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.launcher import handshake, sockets
+from shoal.launcher import frames, handshake, sockets
 from shoal.launcher.sockets import BACKLOG
 from shoal.launcher.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, SERVICE, Reply, Request
 
 LOG = logging.getLogger("shoal.store")
-_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, sockets.FrameError)
+_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Keys:
         try:
             answer(self._changed(request))
         except (ValueError, IndexError) as error:
-            raise sockets.FrameError(f"a request {request.operation} makes no sense ({error})") from None
+            raise frames.FrameError(f"a request {request.operation} makes no sense ({error})") from None
         return None
 
     def give_up(self, waiter: Waiter) -> None:
@@ -139,7 +139,7 @@ class _Peer:
     waiters: set[Waiter] = field(default_factory=set)
 
     def reply(self, reply: Reply) -> None:
-        self.writer.write(sockets.encode(reply))
+        self.writer.write(frames.encode(reply))
 
 
 class StoreServer:
@@ -202,8 +202,8 @@ class StoreServer:
 
     async def _serve_peer(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
         while True:  # without a limit on time: a rank that is stopped in the middle of a frame may go on later
-            body = await sockets.read(reader, most_bytes=MOST_FRAME_BYTES, begin_s=None, rest_s=None)
-            request: Request = sockets.decode(body, REQUESTS)
+            body = await frames.read(reader, most_bytes=MOST_FRAME_BYTES, begin_s=None, rest_s=None)
+            request: Request = frames.decode(body, REQUESTS)
             waiter = self._keys.handle(request, peer.reply)
             if waiter is not None:
                 peer.waiters = {other for other in peer.waiters if other.missing} | {waiter}

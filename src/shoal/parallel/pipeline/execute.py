@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
-from shoal.parallel.pipeline.joints import AS_IT_IS, Branches, Noted, Packing, find_branches, noting
+from shoal.parallel.pipeline.joints import Branches, Noted, find_branches, noting
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.transfers import Wire
 from shoal.schedules.table import Action, ScheduleTable
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import DeclaresParts, Part, role_of
-from shoal.schedules.build import Cut, balanced_cut, check_enough_blocks
+from shoal.schedules.cut import Cut, balanced_cut, check_enough_blocks
 
 __all__ = ["Cut", "Stages", "balanced_cut", "cut_at", "estimated_costs", "measured_costs", "stage_costs", "staged"]
 
 # What each part of a chain costs, from its parameters or by the clock, and a cut by the names of its parts.
 #
-# The automatic cut by costs is `schedules.build.balanced_cut`.
+# The automatic cut by costs is `schedules.cut.balanced_cut`.
 
 
 LEAST_SHARE = 1e-3

@@ -1,6 +1,4 @@
-"""Which results travel between ranks: read off a table, once, and the same on every rank.
-
-Activations and gradients on their way between stages: posted ahead, never waited for before they are needed.
+"""Activations and gradients on their way between stages: which they are is read off a table, the same on every rank.
 
 Three rules make every table that `schedules.timeline` accepts run without a deadlock, and keep nothing longer than
 needed.
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import UserCodeError
-from shoal.parallel.pipeline.joints import AS_IT_IS, HEADER_NUMEL, Form, Packing
+from shoal.parallel.pipeline.packing import AS_IT_IS, HEADER_NUMEL, Form, Packing
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import needs
 

@@ -1,6 +1,4 @@
-"""Logits of which each rank of a group has the columns of its part of the vocabulary.
-
-Cross-entropy of logits that are split over the vocabulary, without anybody having them all.
+"""Logits of which each rank has the columns of its part of the vocabulary, and their cross-entropy.
 
     loss = log(sum_v exp(logit_v - max)) + max - logit_target
 

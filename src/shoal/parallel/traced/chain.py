@@ -12,18 +12,22 @@ depends on parameters is still needed:
 from __future__ import annotations
 
 import inspect
+import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
 from shoal.errors import UserCodeError
 from shoal.models.roles import Part
-from shoal.parallel.traced.recording import ForwardTracer, reason_of
+from shoal.parallel.traced.recorder import reason_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -64,7 +68,7 @@ def traced_chain(model: nn.Module) -> TracedChain:
     return TracedChain(partial(_context, model, given, _placeholders(graph), shared), tuple(parts))
 
 
-class _Blocks(ForwardTracer):
+class _Blocks(fx.Tracer):
     """Goes into modules that hold lists of blocks, and calls all others as they are."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,6 +77,35 @@ class _Blocks(ForwardTracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._trunk
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """An assertion holds. Raises `TraceError` for a decision that depends on the data."""
+        filename, line = _users_line()
+        if linecache.getline(filename, line).lstrip().startswith("assert"):
+            return True
+        raise TraceError(f"{filename}:{line} decides by a value that is known only when it runs")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """A tuple that is unpacked. Raises `TraceError` where its length is not known."""
+        node = obj.node
+        if node.target in ("chunk", torch.chunk) and len(node.args) > 1 and isinstance(node.args[1], int):
+            return iter([operator.getitem(obj, index) for index in range(node.args[1])])  # pyright: ignore[reportArgumentType, reportCallIssue]
+        try:
+            return super().iter(obj)
+        except TraceError:
+            filename, line = _users_line()
+            raise TraceError(f"{filename}:{line} loops over a tensor or tuple whose length is not known") from None
+
+
+def _users_line() -> tuple[str, int]:
+    """Where the forward stands: the innermost frame that is neither torch's nor this module's."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.split(".")[0] != "torch":
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
 
 
 def trunk_of(model: nn.Module) -> set[str]:

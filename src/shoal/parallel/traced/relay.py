@@ -31,7 +31,7 @@ from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import draws_of_a_forward
 from shoal.models.roles import DeclaresParts, DeclaresRoles, Kind, Part, Role
 from shoal.parallel.traced.chain import traced_chain, trunk_of
-from shoal.parallel.traced.recording import reason_of, tensors_in
+from shoal.parallel.traced.recorder import reason_of, tensors_in
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 

@@ -1,10 +1,9 @@
 """How far predictions were off so far, and what follows for the next one: an interval, and the odds of running out.
 
-The interval of a step follows from the kind of evidence behind its prediction: `Evidence`.
-
-`ratios` are measured over predicted. An interval is the prediction times their quantiles, with no assumption on their
-shape. Memory is asked about far out in the tail, where there are no rows: there the logarithms of the ratios are taken
-as normal, wider by 1 + 1/n for what n rows leave unknown of it (the predictive distribution of a mean).
+`ratios` are measured over predicted; those of a step follow from the kind of evidence behind its prediction. An
+interval is the prediction times their quantiles, with no assumption on their shape. Memory is asked about far out in
+the tail, where there are no rows: there the logarithms of the ratios are taken as normal, wider by 1 + 1/n for what n
+rows leave unknown of it (the predictive distribution of a mean).
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shoal.planner.predict.predictor import Prediction
-from shoal.planner.predict.workload import Constants
-from shoal.planner.search.search import Choice
 
 FEWEST = 20
 """Rows without which a 90 % interval would have no row beyond each of its ends."""
@@ -99,33 +96,6 @@ PUBLISHED_MEMORY = Residuals(
 )  # fmt: skip
 
 
-# Predictions and constants as plain values, for JSON.
-
-
-def prediction_record(one: Prediction) -> dict[str, Any]:
-    """The plan, seconds and bytes by item, and what follows from them."""
-    plan = one.plan
-    return {
-        "plan": plan.describe(),
-        "layout": plan.layout.to_dict(),
-        "microbatch": plan.microbatch,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule,
-        "stages_per_rank": plan.virtual_stages,
-        "zero": plan.zero,
-        "recompute": plan.recompute,
-        "loss_chunks": plan.loss_chunks,
-        "sequence_parallel": plan.sequence_parallel,
-        "step_s": one.step_s,
-        "tokens_per_s": one.tokens_per_s,
-        "mfu": one.mfu,
-        "memory_bytes": one.memory_bytes,
-        "fits": one.fits,
-        "bill_s": dict(one.bill.seconds),
-        "memory": one.peak.items(),
-    }
-
-
 def confidence_record(
     one: Prediction, limit_bytes: float, *, time: Residuals | None, memory: Residuals
 ) -> dict[str, Any]:
@@ -137,21 +107,3 @@ def confidence_record(
         "out_of_memory": memory.exceeds(one.memory_bytes, limit_bytes),
         "memory_source": memory.source,
     }
-
-
-def choice_record(one: Choice) -> dict[str, Any]:
-    """A number of devices, its plan, and what the whole run takes and costs."""
-    return {
-        "devices": one.devices,
-        "plan": one.prediction.plan.describe(),
-        "step_s": one.prediction.step_s,
-        "wall_s": one.cost.wall_s,
-        "memory_bytes": one.prediction.memory_bytes,
-        "device_hours": one.device_hours,
-        "money": one.cost.money,
-    }
-
-
-def constants_record(constants: Constants) -> list[dict[str, Any]]:
-    """Every constant with its value and where it comes from."""
-    return [{"name": name, "value": value, "origin": origin} for name, value, origin in constants.listed()]

@@ -13,7 +13,7 @@ from shoal.cost.footprint import Footprint
 from shoal.planner.explain.residuals import Residuals
 from shoal.planner.predict.predictor import Prediction
 from shoal.planner.predict.workload import ITEMS, Bill
-from shoal.planner.search.search import Choice
+from shoal.planner.search.scaling import SizedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def confidence(best: Prediction, limit_bytes: float, *, time: Residuals | None, 
     return f"{interval}\nIt runs out of memory with a probability of {percent(odds)}: {memory.source}"
 
 
-def choices(found: Iterable[Choice]) -> str:
+def choices(found: Iterable[SizedPlan]) -> str:
     """One line a choice of devices and plan: the step, the whole run, memory, device-hours and money."""
     rows = [
         (

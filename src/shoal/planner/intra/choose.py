@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
 from shoal.cost.alpha_beta import Links
 from shoal.cost.matmul import Rates, matmul_s, pass_s
-from shoal.errors import UserCodeError
-from shoal.planner.intra.graph import (
+from shoal.planner.intra.elimination import Cheapest, Edge, cheapest
+from shoal.planner.intra.graph import Node
+from shoal.planner.intra.strategies import (
     SHARED,
     VIEWS,
     WHOLE,
-    Node,
     OperatorPlacement,
     Strategy,
     conversion_s,
@@ -30,115 +29,6 @@ from shoal.planner.intra.graph import (
     strategies_of,
 )
 from shoal.planner.trace.operator import BACKWARD_ATTENTION
-
-# The cheapest choice for every variable of a graph, exactly, by eliminating variables one by one.
-#
-#     minimise  sum_v own_v(x_v) + sum_(u,v) between_uv(x_u, x_v)
-#
-# To eliminate v, all tables that mention it are added and minimised over x_v: a table over its neighbours stands for it
-# from then on (non-serial dynamic programming, Bertele and Brioschi 1972). On a chain that is the usual dynamic
-# program, on series-parallel graphs a table that is left has two variables, and on any graph the result is exact; time
-# and memory grow with the most neighbours that a variable has when its turn comes. The one with the smallest table goes
-# first.
-
-
-MOST_ENTRIES = 1 << 24
-"""A table of 128 MiB."""
-
-Edge = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Costs over some variables, in rising order; one dimension of `costs` for each."""
-
-    variables: tuple[int, ...]
-    costs: np.ndarray
-
-
-@dataclass(frozen=True)
-class Cheapest:
-    """The choice of each variable, and what all of it costs."""
-
-    choices: tuple[int, ...]
-    cost: float
-
-
-def cheapest(own: Sequence[np.ndarray], between: Mapping[Edge, np.ndarray]) -> Cheapest:
-    """`own[v]` [choices of v]; `between[u, v]` [choices of u, choices of v], u < v. Infinite costs forbid.
-
-    Raises `UserCodeError` where the graph is too tangled for an exact answer.
-    """
-    work = _Elimination(own, between)
-    while work.left:
-        work.eliminate(min(work.left, key=lambda v: (work.left[v], v)))
-    return Cheapest(work.choices(), work.cost)
-
-
-class _Elimination:
-    """Tables that are left, by number; `left` has the entries of the table that each variable would make."""
-
-    def __init__(self, own: Sequence[np.ndarray], between: Mapping[Edge, np.ndarray]) -> None:
-        self._sizes = [len(costs) for costs in own]
-        self._tables: dict[int, _Table] = {}
-        self._mentions: list[set[int]] = [set() for _ in own]
-        self._made: list[tuple[int, _Table]] = []
-        self._count = 0
-        self.cost = 0.0
-        for v, costs in enumerate(own):
-            self._add(_Table((v,), costs))
-        for edge, costs in between.items():
-            self._add(_Table(edge, costs))
-        self.left = {v: self._entries(v) for v in range(len(own))}
-
-    def eliminate(self, v: int) -> None:
-        """Puts one table over the neighbours of `v` in the place of all that mention it."""
-        joined = self._joined(v)
-        rest = tuple(one for one in joined.variables if one != v)
-        self._made.append((v, joined))
-        del self.left[v]
-        self._add(_Table(rest, joined.costs.min(axis=joined.variables.index(v))))
-        for one in rest:
-            self.left[one] = self._entries(one)
-
-    def choices(self) -> tuple[int, ...]:
-        """Backwards: the last variable to go depends on nothing."""
-        chosen: dict[int, int] = {}
-        for v, table in reversed(self._made):
-            place = tuple(chosen[one] if one != v else slice(None) for one in table.variables)
-            chosen[v] = int(np.argmin(table.costs[place]))
-        return tuple(chosen[v] for v in range(len(self._sizes)))
-
-    def _add(self, table: _Table) -> None:
-        if not table.variables:
-            self.cost += float(table.costs)
-            return
-        self._tables[self._count] = table
-        for v in table.variables:
-            self._mentions[v].add(self._count)
-        self._count += 1
-
-    def _scope(self, v: int) -> tuple[int, ...]:
-        return tuple(sorted({one for number in self._mentions[v] for one in self._tables[number].variables}))
-
-    def _entries(self, v: int) -> int:
-        return prod(self._sizes[one] for one in self._scope(v))
-
-    def _joined(self, v: int) -> _Table:
-        scope = self._scope(v)
-        if self.left[v] > MOST_ENTRIES:
-            raise UserCodeError(
-                f"an exact choice of splits needs a table of {self.left[v]:.2g} costs, since {len(scope)} operators of "
-                "the model hang together; declare roles instead (parameter_roles())"
-            )
-        total = np.zeros([self._sizes[one] for one in scope])
-        for number in sorted(self._mentions[v]):
-            table = self._tables.pop(number)
-            total += table.costs.reshape([self._sizes[one] if one in table.variables else 1 for one in scope])
-            for one in table.variables:
-                self._mentions[one].discard(number)
-        return _Table(scope, total)
-
 
 PASSES = 3
 """An operator that moves bytes reads and writes about twice as many in its backward as in its forward."""
@@ -148,7 +38,7 @@ ROLES: Mapping[str, int] = {"column": 0, "embedding": 0, "head": 0, "row": 1}
 
 
 @dataclass(frozen=True)
-class Prices:
+class OperatorPrices:
     """What operators and conversions cost on one cluster; `update_bytes` as in `planner.predict.stack`."""
 
     rates: Rates
@@ -157,7 +47,7 @@ class Prices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ParameterSplits:
     """How each parameter lies, by name, and what a microbatch costs so, seconds."""
 
     placements: Mapping[str, OperatorPlacement]
@@ -167,20 +57,20 @@ class Choice:
 class Problem:
     """All strategies and costs of one graph."""
 
-    def __init__(self, graph: Sequence[Node], prices: Prices) -> None:
+    def __init__(self, graph: Sequence[Node], prices: OperatorPrices) -> None:
         self._graph, self._prices = _with_hubs(graph), prices
         ranks = prices.links.ranks
         self._strategies = [_strategies(node, ranks) for node in self._graph]
 
-    def solved(self, fixed: Mapping[str, OperatorPlacement] | None = None) -> Choice:
+    def solved(self, fixed: Mapping[str, OperatorPlacement] | None = None) -> ParameterSplits:
         """The cheapest choice; `fixed` says how some parameters lie."""
         found = cheapest(*self.costs(fixed))
-        return Choice(placements=self._parameters(found), cost_s=found.cost)
+        return ParameterSplits(placements=self._parameters(found), cost_s=found.cost)
 
     def costs(
         self, fixed: Mapping[str, OperatorPlacement] | None = None
     ) -> tuple[list[np.ndarray], dict[Edge, np.ndarray]]:
-        """What `eliminate.cheapest` takes: seconds of every strategy of a node, and of every pair along an edge."""
+        """What `cheapest` takes: seconds of every strategy of a node, and of every pair along an edge."""
         return [self._own(v, fixed or {}) for v in range(len(self._graph))], self._between()
 
     def _own(self, v: int, fixed: Mapping[str, OperatorPlacement]) -> np.ndarray:
@@ -227,7 +117,7 @@ def placements_of(roles: Mapping[str, str], graph: Sequence[Node], ranks: int) -
     return found
 
 
-def work_s(node: Node, strategy: Strategy, prices: Prices) -> float:
+def work_s(node: Node, strategy: Strategy, prices: OperatorPrices) -> float:
     """Seconds of one operator on one rank, forward and backward; of a parameter, its optimizer's step."""
     share = prices.links.ranks if strategy.shared_out else 1
     if node.name == "parameter":
@@ -249,7 +139,7 @@ HUB = "hub"
 """A node between a tensor and its several readers."""
 
 
-def _product_s(node: Node, strategy: Strategy, prices: Prices) -> float:
+def _product_s(node: Node, strategy: Strategy, prices: OperatorPrices) -> float:
     """The product of a rank's part, and those of its two gradients."""
     one, ranks = node.products[0].matmul, prices.links.ranks
     if strategy.shared_out:

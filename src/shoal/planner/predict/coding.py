@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, DGCConfig, NoCodec
-from shoal.codec.stated import Matrices, Stated, is_stated, label, stated
+from shoal.codec.costs import Matrices, Stated, is_stated, label, stated
 from shoal.cost.alpha_beta import Group, Links
 from shoal.cost.plan import Plan
 from shoal.planner.predict.machine import Machine, replica_group, shard_group
-from shoal.topology.cluster import CodecTime
+from shoal.topology.calibration import CodecTime
 
 FLOAT_BYTES = 4.0
 RESIDUAL_BYTES, VELOCITY_BYTES = 8.0, 8.0

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
-from shoal.cost.alpha_beta import FittedGroup, Links, Sweep, sweep_of
-from shoal.cost.operators import Host, Share, host_of
+from shoal.cost.alpha_beta import FittedGroup, Links
+from shoal.cost.operators import HostOverhead, Share, host_overhead_of
 from shoal.cost.plan import Plan
 from shoal.cost.prices import MeasuredPrices
+from shoal.cost.sweep import Sweep, sweep_of
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.topology.cluster import Calibration, CodecTime, CollectiveFit, Crowd, OperatorTime, Wait
+from shoal.topology.calibration import Calibration, CodecTime, CollectiveFit, Crowd, OperatorTime, Wait
 
 # What splitting sequences over context ranks costs in a layer where nothing hides it: messages, passes over memory.
 #
@@ -164,7 +165,7 @@ class Measured:
 
     sweeps: Mapping[int, Mapping[str, Sweep]]
     fits: Mapping[int, Mapping[str, CollectiveFit]]
-    host: Host
+    host: HostOverhead
     cores: int
     copy_bytes_s: float
     waits: tuple[Wait, ...] = ()
@@ -251,7 +252,7 @@ def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: st
         raise ConfigError("the calibration has no rate of copies; measure it with 'shoal bench products'")
     alone = MeasuredPrices(sweeps[1], calibration.memory_bytes_s)
     steps = {(t.m, t.n): t.forward_s for t in calibration.operators if t.operator == "step" and t.dtype == dtype}
-    host = host_of(steps, lambda layers, microbatches: _tiny_s(alone, layers, microbatches))
+    host = host_overhead_of(steps, lambda layers, microbatches: _tiny_s(alone, layers, microbatches))
     return Measured(
         sweeps=sweeps,
         fits=fits,

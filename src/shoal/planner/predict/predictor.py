@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from shoal.codec.config import NoCodec
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
-from shoal.cost.footprint import Footprint, Overheads, eager_block_bytes, eager_footprint, footprint, stage_parameters
-from shoal.cost.interval import availability_optimal_s, effective_share
+from shoal.cost.eager_footprint import eager_block_bytes, eager_footprint
+from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
 from shoal.cost.plan import V_SHAPED, Plan
 from shoal.cost.transformer import embedding_parameters, head_parameters, matrix_shapes, model_flops, total_parameters
 from shoal.planner.predict.coding import GradientSum, residual_bytes
@@ -33,7 +33,6 @@ from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.step import stage_sum, step_bill
 from shoal.planner.predict.workload import Abilities, Bill, Constants, Stage, Workload, balanced_layers
 from shoal.topology.cluster import Cluster
-from shoal.topology.devices import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,29 @@ class Prediction:
     def peak(self) -> Footprint:
         """The fullest rank's memory."""
         return max(self.footprints, key=lambda one: one.total)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON: the plan, seconds and bytes by item, and what follows from them."""
+        plan = self.plan
+        return {
+            "plan": plan.describe(),
+            "layout": plan.layout.to_dict(),
+            "microbatch": plan.microbatch,
+            "microbatches": plan.microbatches,
+            "schedule": plan.schedule,
+            "stages_per_rank": plan.virtual_stages,
+            "zero": plan.zero,
+            "recompute": plan.recompute,
+            "loss_chunks": plan.loss_chunks,
+            "sequence_parallel": plan.sequence_parallel,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "bill_s": dict(self.bill.seconds),
+            "memory": self.peak.items(),
+        }
 
 
 class Predictor:
@@ -264,95 +286,3 @@ class Predictor:
             memory_bytes=peak,
             fits=peak <= self.cluster.device.memory_bytes,
         )
-
-
-# What a save costs: seconds that the step waits, and seconds until storage has everything.
-#
-# Ranks that hold the same part of the state divide it among themselves, so that each of N ranks copies about an N-th of
-# it into host memory while the step waits. A thread writes the copy beside the following steps, and the next save
-# cannot begin before that is done:
-#
-#     stall = state bytes / (N x staging rate)        write = state bytes / (nodes x storage rate)
-#
-# The state is the weights and what the optimizer keeps, moments in 8 bits in float32. Where checkpoints are written in
-# fewer bytes, these go to storage, and a thread of each rank codes all of the state first; the slower of both counts.
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveSeconds:
-    """Of one save, and the bytes that go to storage."""
-
-    stall_s: float
-    write_s: float
-    written_bytes: float
-
-
-CODING_GB_S = 0.45
-"""Of a state that one thread codes in fewer bytes (`python -m benchmarks.checkpoint_bytes`)."""
-
-
-def save_seconds(
-    cluster: Cluster, *, state_bytes: float, ranks: int, written_bytes: float | None = None
-) -> SaveSeconds:
-    """Of a state of `state_bytes` that `ranks` ranks on all nodes of `cluster` save together; None: as it is."""
-    rates, written = cluster.reliability, state_bytes if written_bytes is None else written_bytes
-    coding_s = 0.0 if written_bytes is None else state_bytes / (ranks * CODING_GB_S * 1e9)
-    return SaveSeconds(
-        stall_s=state_bytes / ranks / (rates.staging_gb_s * 1e9),
-        write_s=max(coding_s, written / (cluster.nodes * rates.storage_gb_s * 1e9)),
-        written_bytes=written,
-    )
-
-
-def save_of(predictor: Predictor, plan: Plan) -> SaveSeconds:
-    """Of the state of a plan's model."""
-    state, number = predictor.stack.state, predictor.parameters
-    written = None if state.written is None else number * state.written
-    return save_seconds(
-        predictor.cluster, state_bytes=number * state.in_checkpoint, ranks=plan.world_size, written_bytes=written
-    )
-
-
-# What a run costs on a cluster: time with failures and saves, money, energy.
-#
-# A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
-# interval between checkpoints (cost.interval), with the cluster's failure rate, its time to recover, and what a save of
-# the model holds the job up.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCost:
-    """A whole run. `money` and `energy_kwh` are None where the cluster states no price and no power."""
-
-    training_s: float
-    wall_s: float
-    effective_share: float
-    save_every_s: float
-    checkpoint_bytes: float
-    money: float | None
-    energy_kwh: float | None
-
-
-def run_cost(predictor: Predictor, one: Prediction, *, steps: int) -> RunCost:
-    """The cost of `steps` steps of a predicted plan on all of the predictor's cluster."""
-    cluster, training_s = predictor.cluster, one.step_s * steps
-    save = save_of(predictor, one.plan)
-    rate, recovery = failures_per_s(cluster), cluster.reliability.recovery_s
-    between = 1 / rate if rate > 0 else float("inf")
-    best = max(save.stall_s + save.write_s, availability_optimal_s(save.stall_s, between, recovery_s=recovery))
-    every = min(best, max(training_s, 2 * save.stall_s))
-    share = 1 - save.stall_s / every
-    if rate > 0:
-        share = effective_share(every, save.stall_s, between, recovery_s=recovery)
-    wall_s = training_s / share
-    hours = wall_s / 3600 * cluster.devices
-    price, watts = cluster.price.device_hour, cluster.price.device_watts
-    return RunCost(
-        training_s=training_s,
-        wall_s=wall_s,
-        effective_share=share,
-        save_every_s=every,
-        checkpoint_bytes=save.written_bytes,
-        money=None if price is None else price * hours,
-        energy_kwh=None if watts is None else watts * hours / 1e3,
-    )

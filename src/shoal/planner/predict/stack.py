@@ -14,7 +14,7 @@ from shoal.cost.footprint import MEGATRON_BF16, StateBytes
 from shoal.cost.matmul import Float8Casts, Kernel
 from shoal.cost.operators import Float8
 from shoal.planner.predict.measured import ContextKind
-from shoal.topology.cluster import CodecTime
+from shoal.topology.calibration import CodecTime
 
 UNCODED, WHOLE_PIECES = NoCodec(), ShardCodecConfig()
 

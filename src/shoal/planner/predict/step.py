@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.cost.activations import bubble_s
+from shoal.cost.bubble import bubble_s
 from shoal.cost.matmul import Matmul
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
-from shoal.schedules.build import balanced_cut
+from shoal.schedules.cut import balanced_cut
 
 # The seconds of a step, itemised: what is not in the bill is not in the prediction.
 
@@ -95,6 +95,10 @@ class Constants:
         """(name, value, origin) of each."""
         for constant in fields(self):
             yield constant.name, getattr(self, constant.name), constant.metadata["origin"]
+
+    def record(self) -> list[dict[str, Any]]:
+        """Plain values, for JSON: every constant with its value and where it comes from."""
+        return [{"name": name, "value": value, "origin": origin} for name, value, origin in self.listed()]
 
 
 @dataclass(frozen=True, kw_only=True)

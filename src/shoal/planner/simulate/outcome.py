@@ -14,8 +14,6 @@ what it sends, its collectives), complete events ("X") with times in microsecond
 
 from __future__ import annotations
 
-import math
-import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,100 +22,11 @@ from typing import Any
 
 from shoal import units
 from shoal.planner.explain.text import table
+from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.step import Fold, SimulatedStep, paces_of, perfect_step_s, simulate_step
-from shoal.planner.simulate.work import Stragglers, Work
+from shoal.planner.simulate.work import StepWork, Stragglers
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Timeline
-
-# Weeks of training with failures: a coarse simulation in which a step is one number of seconds.
-#
-# Failures come at random with a constant rate (intervals are exponential), whatever the job does at the moment. A cycle
-# is `every_s` seconds of training and then a save that holds the job up for `save_s`; it counts when the save is whole.
-# After a failure everything since the last whole save is done again, `recovery_s` later; a failure during the recovery
-# starts it anew. The share of all time that became training that lasted is the effective training time ratio
-# (arXiv:2407.21783, section 3.3.4; arXiv:2410.21680).
-
-
-WEEK_S = 7 * 86400.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """What goes wrong, and what is done about it. `between_s` is the job's mean time between failures."""
-
-    between_s: float
-    recovery_s: float
-    save_s: float
-
-    def __post_init__(self) -> None:
-        if not self.between_s > 0 or self.recovery_s < 0 or self.save_s < 0:
-            raise ValueError(
-                f"{self}: failures come more than 0 s apart, recovery and save take 0 s or more; give such seconds"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """Where the time went, seconds; they add up to `wall_s`."""
-
-    wall_s: float
-    trained_s: float
-    saving_s: float
-    lost_s: float
-    recovering_s: float
-    failures: int
-
-    @property
-    def effective_share(self) -> float:
-        """Training that lasted over all time."""
-        return self.trained_s / self.wall_s
-
-
-def goodput(faults: Faults, *, every_s: float, wall_s: float, seed: int = 0) -> Goodput:
-    """`wall_s` seconds of a job that saves after every `every_s` seconds of training; deterministic by seed."""
-    if not every_s > 0:
-        raise ValueError(f"every_s = {every_s}: there is some training between two saves; give more than 0 s")
-    draw = random.Random(seed)
-    now = trained = saving = lost = recovering = 0.0
-    failures = 0
-    while now < wall_s:
-        span = min(_exponential(draw, faults.between_s), wall_s - now)
-        cycles = int(span // (every_s + faults.save_s))
-        trained += cycles * every_s
-        saving += cycles * faults.save_s
-        begun = span - cycles * (every_s + faults.save_s)
-        now += span
-        if now >= wall_s:
-            trained += min(begun, every_s)
-            saving += max(0.0, begun - every_s)
-            break
-        lost += begun
-        failures += 1
-        took, again = _recovery(draw, faults)
-        took = min(took, wall_s - now)
-        recovering, failures, now = recovering + took, failures + again, now + took
-    return Goodput(
-        wall_s=wall_s,
-        trained_s=trained,
-        saving_s=saving,
-        lost_s=lost,
-        recovering_s=recovering,
-        failures=failures,
-    )
-
-
-def _recovery(draw: random.Random, faults: Faults) -> tuple[float, int]:
-    """(seconds until the job trains again, failures on the way)."""
-    took, again = 0.0, 0
-    while True:
-        quiet = _exponential(draw, faults.between_s)
-        if quiet >= faults.recovery_s:
-            return took + faults.recovery_s, again
-        took, again = took + quiet, again + 1
-
-
-def _exponential(draw: random.Random, mean_s: float) -> float:
-    return math.inf if math.isinf(mean_s) else draw.expovariate(1 / mean_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +65,7 @@ class StepFigures:
 
 
 def outcome(
-    table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
+    table: ScheduleTable, work: StepWork, *, fold: Fold | None = None, stragglers: Stragglers | None = None
 ) -> StepFigures:
     """Plays the step; on a perfect network it is a longest path."""
     fold, stragglers = fold or Fold(), stragglers or Stragglers()
@@ -208,7 +117,7 @@ def _shares(step: SimulatedStep, step_s: float, phase_s: float) -> tuple[RankSha
     return tuple(shares)
 
 
-def _inside_s(table: ScheduleTable, work: Work) -> float:
+def _inside_s(table: ScheduleTable, work: StepWork) -> float:
     """Of the rank that has most of it."""
     by_rank = [sum(work.stages[stage].inside_s for stage in table.stages_of(rank)) for rank in range(table.ranks)]
     return table.microbatches * max(by_rank)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.planner.simulate.play import Played, Tasks, play
-from shoal.planner.simulate.work import Stage, Stragglers, Work, lasting_s
+from shoal.planner.simulate.work import Stage, StepWork, Stragglers, lasting_s
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Needs, completing, needs, walk
 
@@ -64,7 +64,7 @@ def paces_of(table: ScheduleTable, fold: Fold, stragglers: Stragglers) -> list[n
     return paces
 
 
-def perfect_step_s(table: ScheduleTable, work: Work, paces: list[np.ndarray]) -> float:
+def perfect_step_s(table: ScheduleTable, work: StepWork, paces: list[np.ndarray]) -> float:
     """Seconds of the step where messages take no time."""
     needed = needs(table)
     ends: dict[Action, np.ndarray] = {}
@@ -95,14 +95,14 @@ class SimulatedStep:
     """What was played, and of whom. `actions[place number]` are the tasks of its row, in order."""
 
     table: ScheduleTable
-    work: Work
+    work: StepWork
     played: Played
     places: tuple[StagePlace, ...]
     actions: tuple[tuple[int, ...], ...]
 
 
 def simulate_step(
-    table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
+    table: ScheduleTable, work: StepWork, *, fold: Fold | None = None, stragglers: Stragglers | None = None
 ) -> SimulatedStep:
     """Plays one step. Raises `ValueError` where `work` has not one stage for each of the table's."""
     if len(work.stages) != table.stages:
@@ -119,7 +119,7 @@ def simulate_step(
 class _Building:
     """Tasks of a step as they grow, walking the table."""
 
-    def __init__(self, table: ScheduleTable, work: Work, fold: Fold, stragglers: Stragglers) -> None:
+    def __init__(self, table: ScheduleTable, work: StepWork, fold: Fold, stragglers: Stragglers) -> None:
         places = fold.shown_replicas * table.ranks * fold.shown_peers
         self.tasks = Tasks(streams=places, ports=2 * places)
         self.table, self.work, self.fold = table, work, fold
@@ -263,7 +263,7 @@ class _Building:
             )
 
 
-def _parts(stage: Stage, lasting_s: float, work: Work) -> list[float]:
+def _parts(stage: Stage, lasting_s: float, work: StepWork) -> list[float]:
     """The last backward of a stage, a part for each unit; parts that run beside a sum are slowed down by it."""
     each = lasting_s / len(stage.sums)
     beside = [0.0, *(min(each, message.busy_s) for message in stage.sums[:-1])]

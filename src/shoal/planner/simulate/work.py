@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.codec.config import CodecConfig
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.footprint import stage_parameters
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import (
@@ -86,7 +86,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """A step. `blocks_sender`, `blocks_receiver`: they do not compute during a transfer. `behind`: sums of gradients
     wait for the whole backward of their rank. `after`: collectives of every rank between its sums and its optimizer;
     `coding_s` are a rank's seconds of coding what it sends, all of them there too."""
@@ -112,30 +112,30 @@ def lasting_s(stage: Stage, action: Action) -> float:
     }[action.kind]
 
 
-def uniform(stages: int, *, forward_s: float, input_s: float, weight_s: float, transfer_s: float = 0.0) -> Work:
+def uniform(stages: int, *, forward_s: float, input_s: float, weight_s: float, transfer_s: float = 0.0) -> StepWork:
     """Equal stages and nothing else: what closed forms and papers speak of. Transfers occupy nothing."""
     stage = Stage(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
-    return Work(stages=(stage,) * stages, transfer=Message(busy_s=0.0, latency_s=transfer_s))
+    return StepWork(stages=(stage,) * stages, transfer=Message(busy_s=0.0, latency_s=transfer_s))
 
 
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
 
 
-# A plan's `Work` in the seconds of `planner.predict.Predictor`, so that prediction and simulation share every constant.
+# A plan's `StepWork` in the seconds of `planner.predict.Predictor`: prediction and simulation share every constant.
 #
 # A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head
 # and loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the
 # bill.
 
 
-def work_of(plan: Plan, predictor: Predictor) -> Work:
+def work_of(plan: Plan, predictor: Predictor) -> StepWork:
     """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
     stack = predictor.stack
     layers, fullest = stage_layers(plan, predictor), predictor.stage(plan)
     ends = range(len(layers))
     backward_s, codec = predictor.backward_s(plan), predictor.gradient_sum(plan).codec
-    return Work(
+    return StepWork(
         stages=tuple(
             _stage(plan, predictor, count, codec=codec, first=stage == ends[0], last=stage == ends[-1])
             for stage, count in enumerate(layers)

@@ -8,15 +8,12 @@ Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import cast
 
-from shoal.cost.activations import bubble_s, in_flight
-from shoal.cost.alpha_beta import Links
-from shoal.cost.footprint import Footprint, Overheads, StateBytes
+from shoal.cost.bubble import bubble_s
+from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.plan import Plan
-from shoal.cost.prices import Heads, Prices
 from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError, LayoutError
 from shoal.gradients.bucket import IN_FLIGHT, Member, fill_buckets
@@ -37,177 +34,14 @@ from shoal.planner.predict.step import (
     transfers,
 )
 from shoal.planner.predict.workload import COMPUTED, Abilities, Bill, Constants, Stage, Workload
-from shoal.planner.trace.operator import Message, Operator
-from shoal.planner.trace.subject import Held, Stages, TracedJob, TracedSplit, placement_of
+from shoal.planner.trace.footprint import traced_footprint
+from shoal.planner.trace.subject import Stages, TracedJob, TracedSplit, placement_of
 from shoal.planner.trace.trace import Trace
+from shoal.planner.trace.unit_seconds import UnitSeconds, unit_seconds
 from shoal.topology.cluster import Cluster
 
-# Seconds of a trace's operators on a device, unit by unit: by the roofline, or by measured operators (`cost.prices`).
-#
-# Products run at the rate of their shapes, fused attention at its own, everything else at the rate of memory. The
-# device waits where the host takes longer to launch a phase's operators than the device to run them.
-
-
-@dataclass(kw_only=True)
-class UnitSeconds:
-    """One unit of one microbatch; `items` as in a bill. `forward_s`, `input_s` (with what is computed again) and
-    `weight_s` are the same seconds by phase."""
-
-    items: dict[str, float]
-    forward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.input_s + self.weight_s
-
-    def add(self, item: str, seconds: float) -> None:
-        """To one item of the bill."""
-        self.items[item] = self.items.get(item, 0.0) + seconds
-
-
-def operator_s(operator: Operator, prices: Prices) -> float:
-    """Seconds of one operator on the device."""
-    if operator.products:
-        size = operator.outputs[0].element_bytes
-        return sum(prices.product(product.matmul, element_bytes=size) for product in operator.products)
-    if operator.attention_flops:
-        samples, heads, tokens, features = operator.inputs[0].dims
-        shape = Heads(samples * heads, tokens, features)
-        return prices.fused_attention(operator.attention_flops, shape, backward=operator.phase == "backward")
-    return prices.passed(operator.moved_bytes)
-
-
-def unit_seconds(trace: Trace, prices: Prices, tensor: Links, *, dispatch_s: float) -> dict[int | None, UnitSeconds]:
-    """Every unit that has operators; None: what lies outside of units. `tensor` links the ranks of the messages."""
-    found: dict[int | None, UnitSeconds] = {}
-    for unit in {one.unit for one in trace.operators}:
-        operators = [one for one in trace.operators if one.unit == unit]
-        found[unit] = _seconds(operators, prices, dispatch_s)
-    for message in trace.messages:
-        _say(found.setdefault(message.unit, UnitSeconds(items={})), message, tensor)
-    return found
-
-
-def _seconds(operators: Iterable[Operator], prices: Prices, dispatch_s: float) -> UnitSeconds:
-    unit = UnitSeconds(items={})
-    host = {"forward": 0.0, "backward": 0.0}
-    for one in operators:
-        seconds = operator_s(one, prices)
-        unit.add(_item(one), seconds)
-        host["forward" if one.phase == "forward" else "backward"] += dispatch_s
-        weight = _weight_share(one) * seconds
-        unit.weight_s += weight
-        if one.phase == "forward":
-            unit.forward_s += seconds
-        else:
-            unit.input_s += seconds - weight
-    ahead = max(0.0, host["forward"] - unit.forward_s)
-    behind = max(0.0, host["backward"] - unit.input_s - unit.weight_s)
-    unit.add("launches", ahead + behind)
-    unit.forward_s += ahead
-    unit.input_s += behind
-    return unit
-
-
-def _item(operator: Operator) -> str:
-    if operator.phase == "recompute":
-        return "recomputation"
-    if operator.products:
-        return "matrix products"
-    return "attention" if operator.attention_flops else "memory passes"
-
-
-def _weight_share(operator: Operator) -> float:
-    """How much of an operator's work gives a weight's gradient."""
-    own = sum(product.matmul.flops for product in operator.products if product.gives == "weight")
-    return own / operator.flops if own else 0.0
-
-
-def _say(unit: UnitSeconds, message: Message, links: Links) -> None:
-    """Tensor ranks wait for each collective."""
-    seconds = links.all_reduce(message.size) if message.kind == "all_reduce" else links.all_gather(message.size)
-    unit.add("tensor", seconds)
-    if message.phase == "forward":
-        unit.forward_s += seconds
-    else:
-        unit.input_s += seconds
-
-
-# Bytes that one rank of a traced model needs at its peak, by what needs them.
-#
-#     weights, gradients, optimizer   parameters of the rank's units x StateBytes, divided by ZeRO
-#     activations                     what lived from the forward to the backward x microbatches in flight
-#     recomputed                      the most that a backward had beside it: recomputed blocks, gradients on their way
-#     gathered, buckets               as cost.eager_memory counts them for this project's own blocks
-#
-# Without a pipeline the second and third are the trace's own peak, moment by moment. With one, the fullest backward of
-# a unit stands beside all that is in flight, which is never too low.
-
-
-BUCKETS_ON_THE_WAY = 3
-"""Of ZeRO-2: two that travel and one that is filled."""
 FEW_SAMPLES = 2
 """Of a trace whose size does not matter; batch norms refuse a single one."""
-MOVING = 3
-"""Activations that a stage sends, and receives ahead of their use."""
-
-
-def traced_footprint(
-    trace: Trace, plan: Plan, stages: Stages, *, rank: int, state: StateBytes, overheads: Overheads
-) -> Footprint:
-    """The peak of pipeline rank `rank` in a microbatch that is `trace`."""
-    units = stages.held[rank]
-    numbers, trained = trace.numbers(units), trace.numbers(units, trained=True)
-    weight, gradient, optimizer = state.sharded(plan.zero, plan.layout.shard)
-    kept, beside = _activations(trace, plan, units, rank)
-    given = {
-        "weights": numbers * weight,
-        "gradients": trained * gradient,
-        "optimizer": state.on_device(trained * optimizer),
-        "activations": kept,
-        "recomputed": beside,
-        "logits": 0.0,
-        "gathered": _gathered(trace, plan, units, state),
-        "buckets": _beside_buckets(plan, trained * state.gradient, overheads.bucket_bytes),
-    }
-    return Footprint(**given, workspace=overheads.workspace_bytes, slack=overheads.slack_share * sum(given.values()))
-
-
-def _activations(trace: Trace, plan: Plan, units: Held, rank: int) -> tuple[float, float]:
-    """(kept from forward to backward, at most beside that) bytes."""
-    pipeline = plan.layout.pipeline
-    if pipeline == 1:
-        return float(trace.held_bytes), float(trace.peak_bytes - trace.held_bytes)
-    held = in_flight(
-        plan.schedule, rank, pipeline=pipeline, virtual_stages=plan.virtual_stages, microbatches=plan.microbatches
-    )
-    kept = held * sum(trace.kept_bytes.get(unit, 0) for unit in units)
-    boundary = max(trace.boundary_bytes[unit] for unit in trace.units.blocks)
-    kept += (held * plan.virtual_stages + MOVING) * boundary
-    return kept, float(max(trace.on_the_way_bytes.get(unit, 0) for unit in units))
-
-
-def _gathered(trace: Trace, plan: Plan, units: Held, state: StateBytes) -> float:
-    """ZeRO-3: what belongs to no block, the block in use, the one that is fetched ahead. A schedule lets all stay."""
-    if plan.zero < 3 or plan.layout.shard == 1:
-        return 0.0
-    if plan.layout.pipeline > 1:
-        return state.weight * trace.numbers(units)
-    blocks = sorted((trace.numbers(frozenset({block})) for block in trace.units.blocks), reverse=True)
-    rest = trace.numbers(units) - sum(blocks)
-    return state.weight * (rest + sum(blocks[:2]))
-
-
-def _beside_buckets(plan: Plan, gradient_bytes: float, bucket_bytes: float) -> float:
-    """Whole gradients beside those that the state counts: behind a schedule all, else ZeRO-2's buckets."""
-    if plan.layout.pipeline > 1:
-        return gradient_bytes
-    if plan.zero < 2 or plan.layout.shard == 1 or plan.microbatches == 1:
-        return 0.0
-    return min(gradient_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
 
 
 def _buckets(trace: Trace, *, by_unit: bool, bucket_bytes: float) -> list[list[str]]:

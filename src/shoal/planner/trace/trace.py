@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.errors import ShoalError, UserCodeError
 from shoal.models.roles import roles_of
 from shoal.planner.trace.alike import standing_in

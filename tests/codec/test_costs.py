@@ -10,7 +10,7 @@ import torch
 
 from shoal.codec.codec import TensorPlace
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CodecConfig, NoCodec, PowerSGDConfig
-from shoal.codec.stated import Matrices, is_stated, label, stated
+from shoal.codec.costs import Matrices, is_stated, label, stated
 from shoal.config.check import implementation_of
 from tests.codec.every import CONFIGS
 

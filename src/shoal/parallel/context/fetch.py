@@ -1,4 +1,4 @@
-"""The cores that a model's attentions get where a rank holds a part of every sequence, and what they send.
+"""Attention under a sparse mask: blocks of keys and values are fetched from the ranks that have them.
 
 Under a mask of `[model.attention]` a rank fetches the blocks of keys and values that its queries see, and no others:
 
@@ -11,37 +11,25 @@ of a window grow with the window, those of a ring with the sequence. Ulysses has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.errors import LayoutError, UserCodeError
+from shoal.errors import LayoutError
 from shoal.models.attention_config import SparseAttentionConfig
-from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import (
     GatheredBlocks,
-    SparseAttention,
     attend_blocks,
     gathered_blocks,
     in_blocks,
     kept_blocks,
 )
-from shoal.parallel.attention_tiles import wide_dtype
-from shoal.parallel.context import (
-    ContextCore,
-    GatheredAttention,
-    RingAttention,
-    UlyssesAttention,
-    gathered,
-    in_sequence,
-    positions,
-)
+from shoal.parallel.context.core import ContextCore, gathered, in_sequence, positions
+from shoal.parallel.context.tiles import wide_dtype
 
 
 class Fetch(NamedTuple):
@@ -148,46 +136,3 @@ def _exchanged(group: Collective, leaving: Tensor, *, to_each: Sequence[int], fr
     arriving = leaving.new_empty((sum(from_each), *leaving.shape[1:]))
     group.all_to_all(arriving, leaving, output_sizes=from_each, input_sizes=to_each).wait()
     return arriving
-
-
-ContextKind = Literal["ring", "ulysses", "allgather"]
-
-KINDS: Mapping[ContextKind, type[ContextCore]] = MappingProxyType(
-    {"ring": RingAttention, "ulysses": UlyssesAttention, "allgather": GatheredAttention}
-)
-
-
-def check_context(model: nn.Module, group: Collective) -> None:
-    """Raises `UserCodeError` for a whole model without `CausalAttention`, where `group` has several ranks."""
-    if group.size > 1 and not _cores(model):
-        raise UserCodeError(
-            f"{type(model).__name__} has no module of type shoal.models.layers.CausalAttention, and without one a "
-            f"rank sees only its own part of a sequence: compute attention in such a module, or set layout.context=1"
-        )
-
-
-def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
-    """Replaces every `CausalAttention` of `model` by the kind's, over the context ranks of `group`, and every
-    `SparseAttention` by one under its mask.
-
-    From then on the model is called with this rank's slices of the sequence and with its `positions` (see `shard`).
-    Call it before `recompute`. A group of one rank changes nothing, and neither does a stage without attention.
-    Raises `UserCodeError` for a module that is recomputed already.
-    """
-    if group.size == 1:
-        return
-    for name, module in _cores(model).items():
-        if "forward" in vars(module):
-            raise UserCodeError(f"'{name}' already has a forward of its own: split the context before recompute")
-        model.set_submodule(name, _core(module, kind)(group))
-
-
-def _core(module: CausalAttention, kind: ContextKind) -> Callable[[Collective], ContextCore]:
-    if not isinstance(module, SparseAttention):
-        return KINDS[kind]
-    return partial(UlyssesAttention if kind == "ulysses" else FetchedAttention, mask=module.config)
-
-
-def _cores(model: nn.Module) -> dict[str, CausalAttention]:
-    named = model.named_modules(remove_duplicate=False)
-    return {name: m for name, m in named if type(m) is CausalAttention or type(m) is SparseAttention}

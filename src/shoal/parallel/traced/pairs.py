@@ -1,6 +1,14 @@
-"""Where the output features of a linear layer go in a trace, until other linear layers take them.
+"""Which layers of a module that declares nothing tensor parallelism can split: pairs found by following features.
 
-See `shoal.parallel.traced.following`, which makes pairs of them.
+A linear layer's output features are followed through the trace (Megatron-LM's pairs, arXiv:1909.08053):
+
+    linear -> elementwise functions, heads split off and joined, attention, products of equals -> linear
+    column                                                                                      row
+
+If every path of a layer's features ends in the input features of linear layers, the first is a column layer and the
+last row layers, with one sum behind each. A layer whose features are cut into equal blocks first (queries, keys and
+values, or a gate beside what it gates) is a packed one. A number of heads that a forward has as a constant must be an
+integer attribute of its module: each rank is given its share of it. Everything else stays whole, and is said by name.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shoal.models.roles import is_conv1d
-from shoal.parallel.traced.recording import VALUE, reason_of, record
+from shoal.parallel.traced.recorder import VALUE, reason_of, record
 
 _ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity, nn.ReLU6, nn.LeakyReLU, nn.ELU,
@@ -308,19 +316,6 @@ def _described(node: fx.Node) -> str:
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", node.args)
-
-
-# Which layers of a module that declares nothing tensor parallelism can split: pairs found by following features.
-#
-# A linear layer's output features are followed through the trace (Megatron-LM's pairs, arXiv:1909.08053):
-#
-#     linear -> elementwise functions, heads split off and joined, attention, products of equals -> linear
-#     column                                                                                      row
-#
-# If every path of a layer's features ends in the input features of linear layers, the first is a column layer and the
-# last row layers, with one sum behind each. A layer whose features are cut into equal blocks first (queries, keys and
-# values, or a gate beside what it gates) is a packed one. A number of heads that a forward has as a constant must be an
-# integer attribute of its module: each rank is given its share of it. Everything else stays whole, and is said by name.
 
 
 _OWN_CODE = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)

@@ -34,9 +34,10 @@ from shoal.checkpoint.objects import Places, Stored
 from shoal.checkpoint.staging import FileStaging, Staging
 from shoal.checkpoint.tensorfile import BY_NAME, Parcel, Piece
 from shoal.errors import CorruptCheckpoint
+from shoal.launcher.devices import cores
 from shoal.topology.holding import Box
 
-THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+THREADS = max(1, min(4, cores() // 2))
 """That code and decode objects: half of the cores, as the rest train, and no more than fill a disk."""
 MOMENTS: dict[str, planes.Form] = dict(zip(MOMENT_SLOTS, (planes.SIGNED, planes.UNSIGNED), strict=True))
 _SLOT = re.compile(rf"(?:replica-\d+/)?optimizer/({'|'.join(MOMENTS)})/")

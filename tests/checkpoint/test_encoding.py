@@ -13,11 +13,12 @@ from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.commit import newest_verified, read_manifest
-from shoal.checkpoint.encoded import EncodedObject
-from shoal.checkpoint.inspect import compare, export, verify
+from shoal.checkpoint.encoding import EncodedObject
+from shoal.checkpoint.inspect import compare, verify
 from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.planes import CHUNK, Stream
+from shoal.checkpoint.weights import export
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 from shoal.state import Target
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
@@ -239,7 +240,7 @@ def test_a_checkpoint_counts_although_the_next_cannot_begin_with_it(tmp_path, mo
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.checkpoint.encoded.np.empty", no_memory)
+        patch.setattr("shoal.checkpoint.encoding.np.empty", no_memory)
         report = save(saver, 1, trained(1))
     assert report.committed
     assert "no memory" in str(report.error)
