@@ -20,7 +20,7 @@ from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.state import Trained
 from shoal.topology.holding import AlongTensor, Box, Holding, held, held_expert
-from shoal.topology.layout import Layout
+from shoal.topology.layout import INSIDE_REPLICA, Layout
 
 SUM_ORDER = 1e-13  # float64, sums of at most 8 terms
 LAYOUTS = [
@@ -68,7 +68,7 @@ def total(layout: Layout, holding: Holding) -> Tensor:
 
 def whole_norm(layout: Layout, rank: int) -> float:
     """Over the replica of a rank, each number once."""
-    replica = layout.group(layout.replica_axes, rank)
+    replica = layout.group(INSIDE_REPLICA, rank)
     counted = [h for r in replica for h in holdings(layout, r) if h.counts]
     return float(torch.stack([total(layout, h).square().sum() for h in counted]).sum().sqrt())
 
@@ -88,7 +88,7 @@ def reduced(place, layout: Layout, zero: int | None) -> tuple[float, list[tuple[
         zero=zero,
         model=model,
         groups=mesh.ranks,
-        replica=mesh.axis(*layout.replica_axes),
+        replica=mesh.axis(*INSIDE_REPLICA),
     )
     worst = 0.0
     for _ in range(2):

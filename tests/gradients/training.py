@@ -19,7 +19,7 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.state import Trained
 from shoal.topology.holding import held
-from shoal.topology.layout import Layout
+from shoal.topology.layout import INSIDE_REPLICA, Layout
 from tests.ranks import TestPlace
 
 WORDS, WIDTH, SAMPLES, LENGTH = 13, 6, 24, 4
@@ -93,7 +93,7 @@ def synced(case: Case, mesh: Mesh, summing: Summing | None = None) -> tuple[Net,
         zero=case.zero,
         model=net,
         groups=mesh.ranks,
-        replica=mesh.axis(*case.layout.replica_axes),
+        replica=mesh.axis(*INSIDE_REPLICA),
         blocks=list(net.blocks),
         summing=summing,
     )

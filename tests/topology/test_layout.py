@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import LayoutError
-from shoal.topology.layout import BATCH_AXES, DENSE, EXPERT, Axis, Coordinate, Layout
+from shoal.topology.layout import BATCH_AXES, DENSE, EXPERT, INSIDE_REPLICA, Axis, Coordinate, Layout
 from tests.topology.layouts import ALL_AXES, layouts, readings, some_axes
 
 CUBE = Layout(replicate=2, shard=2, tensor=2, expert=2)
@@ -94,7 +94,7 @@ def test_the_order_of_axes_does_not_matter(layout: Layout, axes: tuple[Axis, ...
 def test_a_replica_is_consecutive_ranks(layout: Layout) -> None:
     """Replica i is the ranks from i * replica_size on, so that a launcher's hosts hold whole replicas."""
     size = layout.replica_size
-    replicas = layout.groups(layout.replica_axes)
+    replicas = layout.groups(INSIDE_REPLICA)
     assert replicas == tuple(tuple(range(i * size, (i + 1) * size)) for i in range(layout.replicate))
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from shoal.errors import LayoutError
 from shoal.topology.refusal import check_divides, check_expert, check_size, check_total, check_world
@@ -198,8 +198,6 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-
-    replica_axes: ClassVar[tuple[Axis, ...]] = INSIDE_REPLICA
 
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
