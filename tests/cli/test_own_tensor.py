@@ -228,6 +228,9 @@ TOLD = {
         LOOP + "\n    with run.full_parameters(), torch.no_grad():\n"
         "        if run.rank == 0: model.model.layers[0].mlp.up_proj.weight.mul_(1.1)",
         "write the same on every rank"),
+    "a norm that one rank writes": (
+        LOOP + "\n    with run.full_parameters(), torch.no_grad():\n"
+        "        if run.rank == 1: model.model.norm.weight.mul_(1.1)", "write the same on every rank"),
     "gradients beside the backward": (
         "torch.autograd.grad(loss_of(x), before, allow_unused=True)", "torch.autograd.grad was asked for the gradient"),
     "state of a part": (LOOP + "; optimizer.state[before[0]]", "under ZeRO and layout.tensor every rank has that of"),

@@ -134,8 +134,10 @@ class OwnSplit:
         for path, module in split.model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 holding = found.get(f"{path}.{name}")
-                if holding is None or self._whole[holding.name] is not parameter or len(holding.inside) == 1:
+                if holding is None or self._whole[holding.name] is not parameter:
                     continue
+                if "tensor" not in holding.placement.partial:
+                    continue  # its gradient is whole on each rank of the group already
                 found[f"{path}.{name}"] = held(mesh.layout, mesh.rank, holding.name, holding.global_shape)
                 _enter_parameter(module, name, mesh.axis("tensor"))
         return found
