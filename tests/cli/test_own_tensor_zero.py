@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cli.test_own_tensor import (
+    ADAPTED,
     AVERAGED,
     CLIPPED,
     FOREACH,
@@ -54,12 +55,13 @@ SAME = {
         QWEN, FISHER, "\nfisher = [torch.zeros_like(p, dtype=torch.float64) for p in before]", ()),
     "frozen and let go": (LLAMA, FROZEN, "", ACCUMULATED),
     "hooks and an average": (UNDROPPED, LOOP + "\n    if run.update: evaluated()", MASKED + AVERAGED, ACCUMULATED),
+    "adapters of peft": (ADAPTED, CLIPPED, "", ACCUMULATED),
     "state let go": (
         QWEN, LOOP + "\n    if run.update: [optimizer.state.pop(p, None) for p in before[3:9]]", "", ()),
 }  # fmt: skip
 
 
-@pytest.mark.matrix(rows=(0, 8, 13, 20, 23))
+@pytest.mark.matrix(rows=(0, 8, 13, 20, 23, 26))
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("name", SAME)
