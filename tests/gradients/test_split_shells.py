@@ -110,6 +110,7 @@ def test_what_changes_gradients_changes_them_as_whole_ones(name: str, size: int)
         torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
 
+PLACES = torch.arange(24.0, dtype=torch.float64).view(4, 6)
 ASKED: dict[str, Callable[[list[Any]], Any]] = {
     "norm": lambda gradients: [each.norm() for each in gradients],
     "norms": lambda gradients: torch._foreach_norm(gradients),
@@ -118,6 +119,7 @@ ASKED: dict[str, Callable[[list[Any]], Any]] = {
     "largest": lambda gradients: [each.abs().max() for each in gradients],
     "smallest": lambda gradients: [each.min() for each in gradients],
     "of a new one": lambda gradients: [(each**2 + 1).sqrt().sum() for each in gradients],
+    "of a new one beside a whole one": lambda gradients: [((2 * each) * PLACES).sum() for each in gradients],
     "in a tensor of the script's": lambda gradients: [torch.ones(4, 6, dtype=torch.float64).add_(g) for g in gradients],
 }
 
