@@ -171,6 +171,13 @@ def same_piece(holding: Holding, ranks: Ranks) -> Ranks:
     return tuple(rank for rank in ranks if rank // within % size == holding.rank // within % size)
 
 
+def counts_piece(holding: Holding) -> bool:
+    """Whether this is the first rank of its replica that has its piece, or, of those at its place along `shard`, the
+    first that has this part.
+    """
+    return holding.rank == min(same_piece(holding, holding.holders))
+
+
 def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]:
     """The agreed gradients of a rank: name, box of the unsplit parameter, values."""
     for each in owned:
@@ -180,9 +187,7 @@ def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]
 
 def is_counted(own: Owned) -> bool:
     """Whether this rank is the first of its replica that holds these numbers."""
-    if not own.is_piece:
-        return own.holding.counts
-    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))
+    return counts_piece(own.holding) if own.is_piece else own.holding.counts
 
 
 # `Target`: a part of a tensor of the unsplit model that one rank holds; what is saved from it and loaded into it.

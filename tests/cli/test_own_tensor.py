@@ -69,6 +69,27 @@ with torch.device("meta"):
     model = build(GPTConfig(vocabulary=TOKENS, layers=2, heads=4, width=32, kv_heads=1, dropout=0.1))
 initialise(model, seed=0, device=torch.device("cpu"), dtype=torch.float32)
 """
+ADAPTED = (
+    LLAMA.replace("attention_dropout=0.1", "attention_dropout=0.0")
+    + """
+from peft import LoraConfig, get_peft_model
+layers = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+model = get_peft_model(model, LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
+"""
+)
+INNER = (
+    LLAMA
+    + """
+class Valued(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.value = inner, nn.Linear(32, TOKENS)
+    def forward(self, x):
+        found = self.inner(x, output_hidden_states=True)
+        return found.logits + self.value(found.hidden_states[-1])
+model = Valued(model)
+"""
+)
 TENSOR = ("layout.tensor=2",)
 
 
@@ -115,6 +136,9 @@ SAME = {
         QWEN + "model.lm_head.requires_grad_(False); model.model.embed_tokens.requires_grad_(False)", LOOP, ()),
     "a layer that is frozen and let go": (
         LLAMA, LOOP + "\n    model.model.layers[0].requires_grad_(run.steps_done % 2 == 1)", ()),
+    "adapters of peft": (ADAPTED, CLIPPED, ("batch.micro_samples=2",)),
+    "a model with a plan inside": (INNER, CLIPPED, ()),
+    "blocks that are computed again": (OWN_GPT, CLIPPED, ("batch.micro_samples=3", "memory.recompute=full")),
 }  # fmt: skip
 
 
@@ -228,6 +252,9 @@ TOLD = {
         LOOP + "\n    with run.full_parameters(), torch.no_grad():\n"
         "        if run.rank == 0: model.model.layers[0].mlp.up_proj.weight.mul_(1.1)",
         "write the same on every rank"),
+    "a norm that one rank writes": (
+        LOOP + "\n    with run.full_parameters(), torch.no_grad():\n"
+        "        if run.rank == 1: model.model.norm.weight.mul_(1.1)", "write the same on every rank"),
     "gradients beside the backward": (
         "torch.autograd.grad(loss_of(x), before, allow_unused=True)", "torch.autograd.grad was asked for the gradient"),
     "state of a part": (LOOP + "; optimizer.state[before[0]]", "under ZeRO and layout.tensor every rank has that of"),
@@ -250,22 +277,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 model = MixtralForCausalLM(MixtralConfig(vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
     num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, use_cache=False))
 """
-ADAPTED = LLAMA + "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig())\n"
-INNER = (
-    LLAMA
-    + """
-class Valued(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.value = inner, nn.Linear(TOKENS, 1)
-    def forward(self, x): return self.inner(x)
-model = Valued(model)
-"""
-)
 REFUSED = {
     "a mixture": (MIXTURE, "", "is a mixture of experts, whose tokens a script's own loop does not exchange"),
-    "peft": (ADAPTED, "", "of peft are not those of its model's plan"),
-    "a model inside": (INNER, "", "Valued declares no roles of its parameters (a plan of inner does)"),
+    "a parameter of a plan that is used beside it": (
+        INNER, "model.value.weight = model.inner.model.embed_tokens.weight",
+        "value.weight of Valued is inner.model.embed_tokens.weight, which layout.tensor splits by a plan"),
     "an optimizer of matrices": (
         QWEN, "class Own(torch.optim.SGD): pass\noptimizer = Own(groups)", "Own needs whole parameters, of which"),
     "a layer with a hook": (

@@ -17,6 +17,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.engine.updates import AtOnce
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing
+from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.masters import MixedPrecision
 from shoal.topology.layout import Layout
@@ -295,3 +296,24 @@ def test_what_a_forward_writes_is_refused_where_pieces_are_coded(ranks, block: b
     for found in ranks(2, forward_writes, 3, block):
         assert "a forward wrote into its own weights" in found
     assert ranks(2, forward_writes, 99, block) == ["", ""]
+
+
+def written_by(place: TestPlace, writers: int) -> str:
+    """What is said where the first ranks write a number of one rank's piece; "" for nothing."""
+    with case_on(place, Case(Layout(shard=place.size), 3)) as (net, sync, step):
+        step()
+        assert isinstance(sync, FullyShardedGradients)
+        sync.compares_writes = True
+        try:
+            with sync.full_parameters(), torch.no_grad():
+                if place.rank < writers:
+                    net.blocks[1].get_submodule("linear").weight.data[-1, -1] += 1e-9
+        except UserCodeError as error:
+            return str(error)
+    return ""
+
+
+def test_weights_that_some_ranks_write_are_refused_where_each_keeps_its_piece(ranks) -> None:
+    for found in ranks(2, written_by, 1):
+        assert "leave run.full_parameters() with other numbers in the parameters" in found
+    assert ranks(2, written_by, 2) == ranks(2, written_by, 0) == ["", ""]

@@ -105,7 +105,6 @@ def test_a_budget_is_not_kept_by_a_loop_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"layout": {"shard": 2}}, "layout.shard = 2"),
         ({"layout": {"sequence_parallel": True}}, "layout.sequence_parallel = true"),
         ({"sync": {"kind": "local", "period": 2}, "layout": {"replicate": 2}}, 'sync.kind = "local"'),
         ({"precision": {"kind": "bfloat16_params"}}, 'precision.kind = "bfloat16_params"'),

@@ -30,6 +30,19 @@ def test_shown_groups_leave_nothing_but_the_refusal_of_state():
         optimizer.state_dict()
 
 
+def test_a_state_dict_of_pieces_is_told_of_once():
+    whole, piece, told = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2)), list[str]()
+    for pieces, sentences in (([piece], 1), ([whole], 0)):
+        told.clear()
+        optimizer = torch.optim.SGD(pieces, momentum=0.9)
+        shown = ShownGroups(optimizer, [[whole]], warn=told.append)
+        optimizer.state_dict()
+        optimizer.state_dict()
+        assert len(told) == sentences
+        assert all("has the state of this rank's pieces alone" in each for each in told)
+        shown.close()
+
+
 def test_state_of_whole_parameters_is_not_loaded_into_pieces():
     """As a script does that resumes a plain loop's checkpoint behind the start; what it has read itself is loaded."""
     whole, piece = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))

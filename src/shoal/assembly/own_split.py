@@ -27,7 +27,6 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.gradients import Gradients, VisibleGradients
 from shoal.gradients.split_shells import SplitGradients
 from shoal.models.huggingface.model import check_plans, declare_plan
-from shoal.models.huggingface.tensor_plan import declares_roles
 from shoal.models.roles import DeclaresRoles, is_conv1d, role_of, roles_of
 from shoal.optim.adopt import OwnOptimizer
 from shoal.parallel.split import Split
@@ -44,25 +43,18 @@ def prepare_split(model: nn.Module, layout: Layout) -> None:
     Raises `UserCodeError` for a model that declares nothing, or that no loop of a script's own can have split.
     """
     name, said = type(model).__name__, f"layout.tensor = {layout.tensor}"
-    if hasattr(model, "peft_config"):
-        raise UserCodeError(
-            f"{said}: the names of a {name} of peft are not those of its model's plan; use layout.replicate or "
-            "layout.shard, or train the adapter by `shoal train` with [adapter]"
-        )
     if any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
         raise UserCodeError(
             f"{said}: {name} is a mixture of experts, whose tokens a script's own loop does not exchange; use "
             "layout.replicate or layout.shard, or let shoal.train run the loop"
         )
-    declare_plan(model)
-    if hasattr(getattr(model, "config", None), "base_model_tp_plan"):
-        check_plans(model, layout)
-    elif not isinstance(model, DeclaresRoles):
-        plans = (path for path, each in model.named_modules() if declares_roles(getattr(each, "config", None)))
-        inner = next(plans, None)
+    of_transformers = hasattr(getattr(model, "config", None), "base_model_tp_plan")
+    for planned in declare_plan(model) or ([model] if of_transformers else []):
+        check_plans(planned, layout)
+    if not isinstance(model, DeclaresRoles):
         raise UserCodeError(
-            f"{said}: {name} declares no roles of its parameters{'' if inner is None else f' (a plan of {inner} does)'}"
-            "; let `shoal split` propose model.roles, or use layout.replicate or layout.shard"
+            f"{said}: {name} declares no roles of its parameters; let `shoal split` propose model.roles, or use "
+            "layout.replicate or layout.shard"
         )
     expert = next((name for name, role in roles_of(model).items() if role.kind == "expert"), None)
     if expert is not None:
@@ -134,8 +126,10 @@ class OwnSplit:
         for path, module in split.model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 holding = found.get(f"{path}.{name}")
-                if holding is None or self._whole[holding.name] is not parameter or len(holding.inside) == 1:
+                if holding is None or self._whole[holding.name] is not parameter:
                     continue
+                if "tensor" not in holding.placement.partial:
+                    continue  # its gradient is whole on each rank of the group already
                 found[f"{path}.{name}"] = held(mesh.layout, mesh.rank, holding.name, holding.global_shape)
                 _enter_parameter(module, name, mesh.axis("tensor"))
         return found

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
+from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, BucketParameters
 from shoal.gradients.gradients import Groups
 from shoal.gradients.sharded import ShardedBase, flat, masters_of
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
+from shoal.maths.fingerprint import fingerprint
 from shoal.state import Trained
 
 
@@ -62,6 +65,9 @@ class FullyShardedGradients(ShardedBase):
         )  # fmt: skip
         self.gathered: Sequence[Tensor] = [store.whole for store in stores]
         """The buffers that units are gathered into; empty while they are released."""
+        self._wholes = [(groups(part.shard), store.whole) for part, store in zip(parts, stores, strict=True)]
+        self.compares_writes = False
+        """Whether ranks compare what they leave in whole parameters: a script may write there."""
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
         passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
         chained(passing)
@@ -125,12 +131,28 @@ class FullyShardedGradients(ShardedBase):
             yield
             for unit in self._units:
                 unit.read_back()
+            if self.compares_writes:
+                self._check_alike()
         finally:
             self._full = False
             self._stay(False)
             self._release()
         for unit in used:
             unit.gather()
+
+    def _check_alike(self) -> None:
+        """Raises `UserCodeError` where ranks have not written the same into whole parameters."""
+        for group in {id(group): group for group, _ in self._wholes}.values():
+            if group.size == 1:
+                continue
+            own = fingerprint({str(at): whole for at, (own, whole) in enumerate(self._wholes) if own is group})
+            extremes = torch.tensor([own, -own], device=self._device)
+            group.all_reduce(extremes, "max").wait()
+            if extremes.tolist() != [own, -own]:
+                raise UserCodeError(
+                    "ranks of layout.shard leave run.full_parameters() with other numbers in the parameters, of which "
+                    "each would keep its own pieces: write the same on every rank"
+                )
 
     def close(self) -> None:
         super().close()

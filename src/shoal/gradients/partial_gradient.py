@@ -32,27 +32,33 @@ aten = torch.ops.aten
 
 class PartialGradient(Tensor):
     """The gradient of a parameter, of which this rank has the elements from `start` on in `local`. `group` are the
-    ranks over which it is divided, `what` says in words whose gradient it is and why it is not whole.
+    ranks over which it is divided, `what` says in words whose gradient it is and why it is not whole. `counts`: no rank
+    of the group before this one has the same elements.
     """
 
     local: Tensor
     start: int
     group: Collective
     what: str
+    counts: bool
 
     @staticmethod
-    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], *, group: Collective, what: str) -> Any:
+    def __new__(
+        cls, local: Tensor, start: int, shape: Sequence[int], *, group: Collective, what: str, counts: bool = True
+    ) -> Any:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
 
-    def __init__(self, local: Tensor, start: int, shape: Sequence[int], *, group: Collective, what: str) -> None:
-        self.local, self.start, self.group, self.what = local, start, group, what
+    def __init__(
+        self, local: Tensor, start: int, shape: Sequence[int], *, group: Collective, what: str, counts: bool = True
+    ) -> None:
+        self.local, self.start, self.group, self.what, self.counts = local, start, group, what, counts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PartialGradient({list(self.shape)}, {self.local.numel()} elements here: {self.what})"
 
     def like(self, local: Tensor) -> PartialGradient:
         """Divided as this one, with other numbers."""
-        return PartialGradient(local, self.start, self.shape, group=self.group, what=self.what)
+        return PartialGradient(local, self.start, self.shape, group=self.group, what=self.what, counts=self.counts)
 
     def run_of(self, whole: Tensor) -> Tensor:
         """This rank's elements of a tensor of the parameter's shape."""
@@ -61,17 +67,17 @@ class PartialGradient(Tensor):
     @property
     def counted(self) -> Tensor:
         """Those of its elements that no other rank counts."""
-        return self.local
+        return self.local if self.counts else self.local[:0]
 
     @property
     def counts_others(self) -> bool:
-        """Whether this rank counts what stands beside it in a list and is no partial gradient."""
-        return True
+        """Whether this rank counts what stands beside it in a list and is no partial gradient: every rank has that."""
+        return self.group.rank == 0
 
     def whole(self) -> Tensor:
         """All of it, a tensor of its own: one all-reduce, for which every rank has to ask."""
         flat = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
-        flat[self.start : self.start + self.local.numel()] = self.local
+        flat[self.start : self.start + self.counted.numel()] = self.counted
         self.group.all_reduce(flat).wait()
         return flat.view(self.shape)
 
@@ -200,8 +206,9 @@ def _reduced(own: PartialGradient, value: Tensor, op: Reduction) -> Tensor:
 
 def _extreme(own: PartialGradient, op: Reduction) -> Tensor:
     edge = float("-inf") if op == "max" else float("inf")
-    here = own.local.amax() if op == "max" else own.local.amin()
-    return _reduced(own, here if own.local.numel() else own.local.new_full((), edge), op)
+    if own.local.numel() == 0:  # a rank may have no element of a short parameter
+        return _reduced(own, own.local.new_full((), edge), op)
+    return _reduced(own, own.local.amax() if op == "max" else own.local.amin(), op)
 
 
 _NORMS = {aten.linalg_vector_norm, aten.norm}

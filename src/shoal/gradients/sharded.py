@@ -32,7 +32,7 @@ from shoal.gradients.masters import write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
-from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
+from shoal.state import Owned, Trained, counts_piece, owned_run, owned_whole, same_piece
 
 
 class HasPiece(Protocol):
@@ -44,7 +44,7 @@ class HasPiece(Protocol):
 @dataclass
 class _Place:
     """A trained parameter and what this rank updates of it: `piece`, from element `start` on; None where nothing is
-    this rank's. `group` are the ranks that it is divided over.
+    this rank's. `group` are the ranks over which the model is divided, of which some may have the same numbers.
     """
 
     number: int
@@ -81,9 +81,12 @@ class _Place:
         shown = self._shown
         if shown is None or own is not self._own:  # a step's gradient mostly lies where the last one did
             nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
-            what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
+            holding = self.trained.holding
+            what = f"the gradient of {holding.name} is divided over {len(holding.shard)} ranks by ZeRO"
             local = nothing if own is None else own.view(-1)
-            shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
+            shown = PartialGradient(
+                local, self.start, parameter.shape, group=self.group, what=what, counts=counts_piece(holding)
+            )
             self._own, self._shown = own, shown
         parameter.grad = shown
         return shown
@@ -147,8 +150,7 @@ class ShardedBase(OverReplica):
         )
         own = {index: owned.parameter for index, _, owned in found}
         places = [
-            _Place(index, trained[index], own.get(index), _start_in(bucket, number, groups(part.shard).rank),
-                   groups(part.shard))
+            _Place(index, trained[index], own.get(index), _start_in(bucket, number, groups(part.shard).rank), replica)
             for part, bucket in zip(parts, self._buckets, strict=True)
             for number, index in enumerate(part.indices)
         ]  # fmt: skip
@@ -356,7 +358,7 @@ def _bucket(
         pieces.scatter(shard, piece, exchange(beyond, piece, segments_of(trained, part, layout, rank=shard.rank))),
         rank=shard.rank,
         buffer=buffer,
-        counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],
+        counted=[i for i, h in holdings.items() if counts_piece(h)],
         flight=flight,
         kept=None if flight is None or pieces.home is None else pieces.home.kept,
     )

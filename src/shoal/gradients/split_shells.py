@@ -11,6 +11,9 @@ parameters, made before the split. These objects take the parts' places in the m
 Every rank of a group computes the whole loss, from whole logits, so a part's gradient is its box of the whole gradient.
 Numbers that several ranks hold (key heads that queries on several ranks share, and parameters that are not split) are
 counted on the first of them in norms and sums.
+
+Under ZeRO each rank of `shard` has a run of a part's elements: the part's gradient is then a `PartialGradient`, and the
+shell's a `BoxGradient` of the same run. Their group are the ranks over which both axes divide the model.
 """
 
 from __future__ import annotations
@@ -30,51 +33,71 @@ from shoal.gradients.gradients import Gradients, Measured, Tuned, VisibleGradien
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient
 from shoal.gradients.units import ReleasedParameter, released
-from shoal.state import Trained, boxes_in
+from shoal.maths.fingerprint import fingerprint
+from shoal.state import Region, Trained, boxes_in, counts_piece, regions_of, regions_of_run
 from shoal.topology.holding import Holding
 
 
 class BoxGradient(PartialGradient):
-    """A gradient of which this rank has the boxes of `holding`, one after the other in `local`."""
+    """A gradient of which this rank has the boxes of `holding`, one after the other; of their elements those from
+    `start` on, in `local`.
+    """
 
     holding: Holding
 
     @staticmethod
-    def __new__(cls, local: Tensor, holding: Holding, *, group: Collective, what: str) -> Any:
+    def __new__(
+        cls,
+        local: Tensor,
+        holding: Holding,
+        *,
+        group: Collective,
+        what: str,
+        start: int = 0,
+        counts: bool | None = None,
+    ) -> Any:
         return Tensor._make_wrapper_subclass(cls, holding.global_shape, dtype=local.dtype, device=local.device)
 
-    def __init__(self, local: Tensor, holding: Holding, *, group: Collective, what: str) -> None:
-        super().__init__(local, 0, holding.global_shape, group=group, what=what)
+    def __init__(
+        self,
+        local: Tensor,
+        holding: Holding,
+        *,
+        group: Collective,
+        what: str,
+        start: int = 0,
+        counts: bool | None = None,
+    ) -> None:
+        counts = holding.counts if counts is None else counts
+        super().__init__(local, start, holding.global_shape, group=group, what=what, counts=counts)
         self.holding = holding
 
     def like(self, local: Tensor) -> BoxGradient:
         """See `PartialGradient`."""
-        return BoxGradient(local, self.holding, group=self.group, what=self.what)
+        return BoxGradient(local, self.holding, group=self.group, what=self.what, start=self.start, counts=self.counts)
 
     def run_of(self, whole: Tensor) -> Tensor:
         """See `PartialGradient`."""
-        return torch.cat([whole[box.slices].reshape(-1) for box in self.holding.boxes])
+        return torch.cat([whole.reshape(-1)[:0], *(whole[each.box.slices].reshape(-1) for each in self._regions)])
 
     def whole(self) -> Tensor:
         """See `PartialGradient`."""
-        return whole_of(self.local, self.holding, self.group)
+        found = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for box, start in [(each.box, each.start) for each in self._regions if self.counts]:
+            found[box.slices] = self.local[start : start + box.numel].view(box.shape)
+        self.group.all_reduce(found).wait()
+        return found
 
     @property
-    def counted(self) -> Tensor:
-        """See `PartialGradient`."""
-        return self.local if self.holding.counts else self.local[:0]
-
-    @property
-    def counts_others(self) -> bool:
-        """See `PartialGradient`: gradients that are not split are whole on every rank of the group."""
-        return self.group.rank == 0
+    def _regions(self) -> list[Region]:
+        return list(regions_of_run(regions_of(self.holding), self.start, self.start + self.local.numel()))
 
 
 @torch.no_grad()
 def whole_of(part: Tensor, holding: Holding, group: Collective) -> Tensor:
-    """All numbers of a parameter, on every rank of `group`, of which this one has `part`: one all-reduce."""
+    """All numbers of a parameter, of which this rank has `part`, on every rank of `group`, that of `tensor`."""
     found = torch.zeros(holding.global_shape, dtype=part.dtype, device=part.device)
-    if holding.counts:
+    if counts_piece(holding):
         for box, numbers in boxes_in(holding, part.reshape(_shape_of(holding))):
             found[box.slices] = numbers
     group.all_reduce(found).wait()
@@ -98,7 +121,6 @@ class Shell:
         self.whole, self.part, self.holding, self._group = whole, part, holding, group
         self.full, self.may_compute = False, _always
         self._kind, self._shown, self._local = type(whole), None, None
-        self.what = f"the gradient of {holding.name} is divided over {group.size} ranks by layout.tensor"
         self.release()
 
     def __call__(self, registered: Parameter | None) -> Parameter:
@@ -161,12 +183,11 @@ class Shell:
                 own.copy_(written)
 
     def show(self, gradient: Tensor | None) -> None:
-        """Makes `.grad` that of all parts, of which this rank has `gradient`."""
+        """Makes `.grad` that of all parts, of which this rank has `gradient`: of its part, or a run of that."""
         if gradient is None:
             self._shown = self._local = None
         elif self._shown is None or gradient is not self._local:
-            self._shown = BoxGradient(gradient.view(-1), self.holding, group=self._group, what=self.what)
-            self._local = gradient
+            self._shown, self._local = self._boxes_of(gradient), gradient
         self.whole.grad = self._shown
 
     def accept(self) -> None:
@@ -174,14 +195,26 @@ class Shell:
         now = self.whole.grad
         if now is self._shown:
             return
-        own = None
-        if now is not None:
+        if now is None:
+            self.part.grad = None
+        elif isinstance(now, BoxGradient) and isinstance(self._local, PartialGradient):
+            self.part.grad = self._local.like(now.local)
+        else:
             run = now.local if isinstance(now, BoxGradient) else torch.cat(
                 [now[box.slices].reshape(-1) for box in self.holding.boxes]
             )  # fmt: skip
-            own = run.view(self.part.shape).to(self.part.dtype)
-        self.part.grad = own
-        self.show(own)
+            self.part.grad = run.view(self.part.shape).to(self.part.dtype)
+
+    def _boxes_of(self, gradient: Tensor) -> BoxGradient:
+        what = f"the gradient of {self.holding.name} is divided over"
+        if isinstance(gradient, PartialGradient):
+            what = f"{what} {gradient.group.size} ranks by layout.tensor and ZeRO"
+            return BoxGradient(
+                gradient.local, self.holding, group=gradient.group, what=what, start=gradient.start,
+                counts=gradient.counts,
+            )  # fmt: skip
+        what = f"{what} {self._group.size} ranks by layout.tensor"
+        return BoxGradient(gradient.view(-1), self.holding, group=self._group, what=what)
 
 
 def _always() -> bool:
@@ -192,7 +225,8 @@ class SplitGradients:
     """`VisibleGradients` of `inner`, which reduces those of parts, as the script sees them. `whole` are the script's
     parameters, by name, whose parts are `held`; `group` is that of `layout.tensor`.
 
-    `meet` is called with the whole parameters where all ranks of the group leave `full_parameters`.
+    `meet` is called with the whole parameters where ranks leave `full_parameters`, and with the names of those that are
+    not split and were written there: the bits of these need not be the same on all ranks of `group`.
     """
 
     def __init__(
@@ -203,10 +237,12 @@ class SplitGradients:
         whole: Mapping[str, Parameter],
         group: Collective,
     ) -> None:
-        self._inner, self.owned = inner, inner.owned
+        self.inner, self.owned = inner, inner.owned
+        held = list(held)
         self.shells = {h.name: Shell(whole[h.name], part, h, group) for h, part in held if whole[h.name] is not part}
         self._trained = [self.shells[t.holding.name] for t in trained if t.holding.name in self.shells]
-        self.meet: Callable[[Mapping[str, Tensor]], None] = lambda whole: None
+        self._unsplit = {h.name: part for h, part in held if whole[h.name] is part}
+        self.meet: Callable[[Mapping[str, Tensor], Sequence[str]], None] = lambda whole, written: None
         self.full = False
 
     def install(self, model: nn.Module) -> None:
@@ -225,22 +261,22 @@ class SplitGradients:
 
     @property
     def own(self) -> OwnGradient:
-        return self._inner.own
+        return self.inner.own
 
     @property
     def tuned(self) -> Tuned | None:
-        return self._inner.tuned
+        return self.inner.tuned
 
     @property
     def used(self) -> frozenset[str]:
-        return self._inner.used
+        return self.inner.used
 
     @property
     def divided(self) -> bool:
         return True
 
     def start(self) -> None:
-        self._inner.start()
+        self.inner.start()
         for shell in self._trained:
             shell.show(None)
             shell.part.requires_grad_(shell.whole.requires_grad)
@@ -253,59 +289,70 @@ class SplitGradients:
                     f"{shell.holding.name}.requires_grad was changed within a step, which layout.tensor does not see "
                     "before the next: change it behind the update"
                 )
-        return self._inner.backward(last=last)
+        return self.inner.backward(last=last)
 
     def schedule(self) -> AbstractContextManager[None]:
-        return self._inner.schedule()
+        return self.inner.schedule()
 
     def reduce(self) -> Tensor:
-        return self._inner.reduce()
+        return self.inner.reduce()
 
     def scale(self, factor: float | Tensor) -> None:
-        self._inner.scale(factor)
+        self.inner.scale(factor)
 
     def measured(self) -> Measured:
-        return self._inner.measured()
+        return self.inner.measured()
 
     def expose(self, names: Collection[str]) -> None:
-        self._inner.expose(names)
+        self.inner.expose(names)
         for shell in self._trained:
             shell.show(shell.part.grad)
 
     def accept(self) -> None:
-        self._inner.accept()
         for shell in self._trained:
             shell.accept()
+        self.inner.accept()
+        for shell in self._trained:
+            shell.show(shell.part.grad)
 
     def accept_weights(self) -> None:
-        self._inner.accept_weights()
+        self.inner.accept_weights()
 
     def gather(self) -> None:
-        self._inner.gather()
+        self.inner.gather()
 
     def settle(self) -> None:
-        self._inner.settle()
+        self.inner.settle()
+
+    def parts(self) -> AbstractContextManager[None]:
+        """Inside, this rank has all of its parts, which ZeRO-3 divides: forwards send nothing over `shard`."""
+        return self.inner.full_parameters()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         if self.full:
             yield
             return
-        for shell in self.shells.values():
-            shell.fill()
-        self.full = True
-        try:
-            yield
+        with self.parts():
             for shell in self.shells.values():
-                shell.take()
-            self.meet({name: shell.whole.detach() for name, shell in self.shells.items()})
-        finally:
-            self.full = False
-            for shell in self.shells.values():
-                shell.release()
+                shell.fill()
+            self.full, before = True, self._fingerprints()
+            try:
+                yield
+                for shell in self.shells.values():
+                    shell.take()
+                written = [name for name, now in self._fingerprints().items() if now != before[name]]
+                self.meet({name: shell.whole.detach() for name, shell in self.shells.items()}, written)
+            finally:
+                self.full = False
+                for shell in self.shells.values():
+                    shell.release()
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
+
+    def _fingerprints(self) -> dict[str, int]:
+        return {name: fingerprint({name: parameter}) for name, parameter in self._unsplit.items()}
 
 
 def script_parameters(gradients: Gradients, trained: Iterable[Trained]) -> dict[str, Parameter]:

@@ -4,8 +4,8 @@ whether ranks that compute together call the model alike (`AlikeRanks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,6 +18,8 @@ from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import UserCodeError
+from shoal.gradients.fully_sharded import FullyShardedGradients
+from shoal.gradients.gradients import JointGradients
 from shoal.gradients.split_shells import COPIED, SplitGradients
 from shoal.gradients.units import tensors_in
 from shoal.maths.fingerprint import fingerprint
@@ -32,22 +34,33 @@ class AlikeRanks:
 
     A forward that one of them makes alone, or with other inputs, waits for the others for ever, or gives nonsense. In
     evaluation, and in the first steps, each therefore says what it is about to do. In all steps they compare the loss:
-    one that a script computes of a rank's own parts of something is another on each.
+    one that a script computes of a rank's own parts of something is another on each. `replica` are all ranks that leave
+    `full_parameters` together.
     """
 
-    def __init__(self, model: nn.Module, group: Collective, device: torch.device, training: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Collective,
+        device: torch.device,
+        training: Callable[[], bool],
+        *,
+        replica: Collective,
+    ) -> None:
         self._group, self._device, self._training, self._steps = group, device, training, 0
+        self._replica = replica
         self._losses: list[Tensor] = []
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserCodeError(COPIED)
 
-    def meet(self, what: str, *, differing: str | None = None) -> None:
-        """All ranks of the group say `what` they are about to do. Raises `UserCodeError` where it is not the same:
-        `differing`, or a sentence about inputs, where it is but for what stands behind " on ".
+    def meet(self, what: str, *, group: Collective | None = None, differing: str | None = None) -> None:
+        """All ranks of the `group` (default: that of `layout.tensor`) say `what` they are about to do. Raises
+        `UserCodeError` where it is not the same: `differing`, or a sentence about inputs, where it is but for what
+        stands behind " on ".
         """
-        said = [lines[0] for lines in gather_lines([what], self._group, self._device)]
+        said = [lines[0] for lines in gather_lines([what], group or self._group, self._device)]
         if len(set(said)) == 1:
             return
         other = next(rank for rank, text in enumerate(said) if text != said[0])
@@ -63,13 +76,17 @@ class AlikeRanks:
             "compute together, so let no `if` that is true on one of them alone decide on a forward"
         )
 
-    def leave_whole(self, weights: Mapping[str, Tensor]) -> None:
-        """All ranks of the group leave `full_parameters`. Raises `UserCodeError` where their `weights` differ."""
-        self.meet(
-            f"the end of run.full_parameters() on {fingerprint(weights)}",
-            differing="ranks of one group of layout.tensor leave run.full_parameters() with other numbers in the "
-            "parameters, of which each would keep its own part: write the same on every rank",
+    def leave_whole(self, weights: Mapping[str, Tensor], written: Sequence[str]) -> None:
+        """All ranks of the replica leave `full_parameters`. Raises `UserCodeError` where their `weights` differ, or the
+        names of others that were `written`.
+        """
+        what = f"the end of run.full_parameters() on {fingerprint(weights)}, {' '.join(written)}"
+        differing = (
+            "ranks that have parts of one model leave run.full_parameters() with other numbers in the parameters, of "
+            "which each would keep its own part: write the same on every rank"
         )
+        for group in {id(group): group for group in (self._group, self._replica)}.values():
+            self.meet(what, group=group, differing=differing)
 
     def compare(self, loss: Tensor, *, last: bool) -> Callable[[], None]:
         """Before the backward of `loss`, as it is weighed, of a microbatch or the `last` of a step; behind it call what
@@ -132,9 +149,16 @@ class EvaluationOfRank(Evaluation):
         self._run, self._given_of, self._compute, self._depth = run, given_of, run.step.compute, 0
         gradients, self._alike = run.generation.gradients, None
         self._split = gradients if isinstance(gradients, SplitGradients) else None
+        for part in gradients.parts if isinstance(gradients, JointGradients) else [gradients]:
+            inner = part.inner if isinstance(part, SplitGradients) else part
+            if isinstance(inner, FullyShardedGradients):
+                inner.compares_writes = True
         if self._split is not None:
             self._split.allow(lambda: training() or self._depth > 0)
-            self._alike = AlikeRanks(run.model, run.mesh.axis("tensor"), run.device, training)
+            mesh = run.mesh
+            self._alike = AlikeRanks(
+                run.model, mesh.axis("tensor"), run.device, training, replica=mesh.axis("shard", "tensor")
+            )
             self._split.meet = self._alike.leave_whole
 
     def held_out(self, source: Source) -> Iterator[Any]:
@@ -154,10 +178,11 @@ class EvaluationOfRank(Evaluation):
 
     @contextmanager
     def evaluating(self, *, full: bool = True) -> Iterator[None]:
-        """Inside, every rank has all parameters (where they are not to be `full`, a split model computes without), the
-        model is in evaluation mode, and nothing has a gradient.
+        """Inside, every rank has all parameters (where they are not to be `full`, those of its part of a split model),
+        the model is in evaluation mode, and nothing has a gradient.
         """
-        whole = self._run.generation.gradients.full_parameters() if full else nullcontext()
+        gradients = self._run.generation.gradients
+        whole = gradients.full_parameters() if full or self._split is None else self._split.parts()
         self._depth += 1
         try:
             with whole, torch.no_grad(), evaluating(self._run.model):

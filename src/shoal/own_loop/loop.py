@@ -70,6 +70,7 @@ class Training:
         self._players = players_of(
             run,
             lambda own: meet("sum() or mean()", lockstep, device=device, number=self._counted(own)),
+            warn=job.sinks.warn,
             on_update=None if comparison is None else comparison.before_update,
         )
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]

@@ -286,7 +286,6 @@ def _check_tensor(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
     """Raises `ConfigError` for what a script's own loop cannot have beside `layout.tensor`."""
     layout, memory, precision = run_file.layout, run_file.memory, run_file.precision
     refused = {
-        f"layout.shard = {layout.shard}": layout.shard not in (1, None),
         f"layout.tensor_grid = {layout.tensor_grid}": layout.tensor_grid is not None,
         "layout.sequence_parallel = true": layout.sequence_parallel,
         f'memory.offload.parameters = "{memory.offload.parameters}"': memory.offload.parameters != "device",
@@ -298,8 +297,9 @@ def _check_tensor(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
     }
     if (found := next((what for what, given in refused.items() if given), None)) is not None:
         raise ConfigError(
-            f"layout.tensor = {layout.tensor} with {found}: a script's own loop has its model split over layout.tensor "
-            "and repeated over layout.replicate; leave one of the two out, or let shoal.train run the loop"
+            f"layout.tensor = {layout.tensor} with {found}: a script's own loop has its model split over "
+            "layout.tensor, divided over layout.shard and repeated over layout.replicate; leave one of the two out, or "
+            "let shoal.train run the loop"
         )
 
 

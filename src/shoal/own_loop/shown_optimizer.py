@@ -73,7 +73,8 @@ class ShownGroups:
     """Between two steps the groups of `optimizer`, which steps pieces of parameters, list the `whole` ones of the
     model: what a script does with a group's parameters, such as a clip by the norm of their gradients, is then what it
     is in a plain loop, and the same on every rank. State stays with the pieces, and is refused between two steps, but
-    that it may be let go: `pieces` are those that this rank steps of each whole parameter.
+    that it may be let go: `pieces` are those that this rank steps of each whole parameter. A `state_dict` has that of
+    this rank's pieces alone, which is said once by `warn`.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class ShownGroups:
         optimizer: torch.optim.Optimizer,
         whole: Sequence[Sequence[Parameter]],
         pieces: Mapping[Parameter, Sequence[Parameter]] = MappingProxyType({}),
+        *,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._pieces_of = pieces
+        self._pieces_of, self._warn = pieces, warn
         self._optimizer, self._whole = optimizer, [list(group) for group in whole]
         self._pieces = [group["params"] for group in optimizer.param_groups]
         self._hooks, self._steps = ExitStack(), None
@@ -91,7 +94,7 @@ class ShownGroups:
         self._steps = StepHooks(optimizer, lambda *_: self._hide(), lambda *_: self._show())
         self._hooks.callback(self._steps.close)
         for handle in (
-            optimizer.register_state_dict_pre_hook(lambda _: self._hide()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
             optimizer.register_state_dict_post_hook(lambda *_: self._show()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(lambda _: self._show()),
@@ -110,6 +113,16 @@ class ShownGroups:
         pieces, goes on to be refused.
         """
         self._hooks.close()
+
+    def _before_state_dict(self) -> None:
+        if self._warn is not None:
+            self._warn(
+                "the optimizer's state_dict() has the state of this rank's pieces alone (memory.zero or layout.tensor "
+                "divides it), and no file made of it is a whole one: checkpoints of the run have all of it, under any "
+                "layout (run.save())"
+            )
+        self._warn = None
+        self._hide()
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raises `UserCodeError` for state of other parameters than this rank's pieces, as that of a plain loop."""

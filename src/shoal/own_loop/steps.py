@@ -38,10 +38,14 @@ from shoal.own_loop.update import OnUpdate, Player
 
 
 def players_of(
-    run: Run, sum_over_ranks: Callable[[float], float], *, on_update: OnUpdate | None = None
+    run: Run,
+    sum_over_ranks: Callable[[float], float],
+    *,
+    warn: Callable[[str], None],
+    on_update: OnUpdate | None = None,
 ) -> list[Player]:
     """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
-    the script asks for it. `on_update` is called before every update.
+    the script asks for it. `on_update` is called before every update, `warn` with a sentence for the user.
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
     if isinstance(gradients, SplitGradients):
@@ -52,7 +56,7 @@ def players_of(
         if own.parameter is not trained[own.name]:
             pieces.setdefault(trained[own.name], []).append(own.parameter)
     shown = [
-        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups], pieces)
+        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups], pieces, warn=warn)
         for own in optimizers
     ]
     trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])

@@ -4,6 +4,7 @@ A subclass of the architecture is made for each model, so that parameters and mo
 
     Called      one tensor is the main input (`input_ids`, `pixel_values`, ...); several inputs are a dictionary
     Roles       `parameter_roles`, where a tensor or an expert plan is    (`shoal.models.huggingface.tensor_plan`)
+    RolesInside the same of a model that holds such ones, as peft's do
     Stages      `context` and `parts`, where a pipeline plan is declared  (`shoal.models.huggingface.chain`)
 
 Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
@@ -12,7 +13,7 @@ Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,15 +51,44 @@ def declared_class(architecture: Any, config: Any, *, chain: bool = True) -> Any
     return type(architecture.__name__, (*bases, architecture), {"__module__": architecture.__module__})
 
 
-def declare_plan(model: Any) -> None:
+def declare_plan(model: Any) -> list[Any]:
     """Makes a model of transformers that a script has built declare the roles of its plans, in place: it is of a class
-    that its own is a base of, and is called as before. Nothing happens to one without a plan, or with roles already.
+    that its own is a base of, and is called as before. So is a model that holds such ones, as those of peft do. Returns
+    the models whose plans these are; nothing happens where there is no plan, or roles are declared already.
+
+    Raises `UserCodeError` for a model that uses a parameter of one inside, too.
     """
-    if isinstance(model, DeclaresRoles) or not declares_roles(getattr(model, "config", None)):
-        return
+    if isinstance(model, DeclaresRoles):
+        return [model] if isinstance(model, Roles) else []
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not each or path.startswith(f"{each}.") for each in paths)
+        if not inside and hasattr(type(module), "_tp_plan") and declares_roles(module.config):
+            paths.append(path)
+    planned = [model.get_submodule(path) for path in paths]
+    if planned and planned != [model]:
+        _check_apart(model, paths)
+        _of_class(model, RolesInside).planned_paths = paths
+    for each in planned:
+        settle_plan(_of_class(each, Roles))
+    return planned
+
+
+def _of_class(model: Any, base: type) -> Any:
     kind = type(model)
-    model.__class__ = type(kind.__name__, (Roles, kind), {"__module__": kind.__module__})
-    settle_plan(model)
+    model.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+    return model
+
+
+def _check_apart(model: nn.Module, paths: Sequence[str]) -> None:
+    """Raises `UserCodeError`: see `declare_plan`."""
+    own = {id(p): name for path in paths for name, p in model.get_submodule(path).named_parameters(prefix=path)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not name.startswith(tuple(f"{path}." for path in paths)):
+            raise UserCodeError(
+                f"{name} of {type(model).__name__} is {own[id(parameter)]}, which layout.tensor splits by a plan that "
+                "knows nothing of the other: give it a copy, or use layout.replicate or layout.shard"
+            )
 
 
 class Called(nn.Module):
@@ -187,6 +217,21 @@ class Roles(nn.Module):
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""
         return roles_by_plan(self)
+
+
+class RolesInside(nn.Module):
+    """Roles of the models at `planned_paths`; all else is whole on every rank."""
+
+    planned_paths: Sequence[str]
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        own = self.named_parameters(remove_duplicate=False)
+        roles = {name: Role("replicated", init=None, decay=parameter.ndim >= 2) for name, parameter in own}
+        for path in self.planned_paths:
+            inside: Any = self.get_submodule(path)
+            roles |= {f"{path}.{name}": role for name, role in inside.parameter_roles().items()}
+        return roles
 
 
 class Stages(nn.Module):
