@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.mesh import build_mesh
@@ -19,8 +21,10 @@ from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.masters import MixedPrecision
+from shoal.gradients.script_writes import COMPARED_EVERY, Placed, WrittenAlike
 from shoal.topology.layout import Layout
 from tests.codec.every import codec_of
+from tests.comm.local import local_group
 from tests.gradients.training import Case, Net, loss_of, microbatches, synced, take_step
 from tests.ranks import TestPlace
 
@@ -295,3 +299,25 @@ def test_what_a_forward_writes_is_refused_where_pieces_are_coded(ranks, block: b
     for found in ranks(2, forward_writes, 3, block):
         assert "a forward wrote into its own weights" in found
     assert ranks(2, forward_writes, 99, block) == ["", ""]
+
+
+def test_ranks_compare_what_they_have_written() -> None:
+    """In the first readings and one of a hundred; each of them names the parameter whose numbers differ."""
+
+    def readings(group: Collective) -> list[str]:
+        place, said = torch.zeros(3), []
+        placed = [Placed(name, nn.Parameter(), each) for name, each in (("a", torch.ones(2)), ("b", place))]
+        alike = WrittenAlike(group)
+        for number in range(1, 2 * COMPARED_EVERY + 1):
+            place.fill_(group.rank if number in (2, COMPARED_EVERY - 1, COMPARED_EVERY) else number)
+            try:
+                alike.compare(placed)
+            except UserCodeError as refusal:
+                said.append(f"{number}: {refusal}")
+        return said
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(readings, local_group(3)))
+    assert found[0] == found[1] == found[2]
+    assert [each.split(" was written")[0] for each in found[0]] == ["2: b", f"{COMPARED_EVERY}: b"]
+    assert all("the first and number 2 have other numbers" in each for each in found[0])

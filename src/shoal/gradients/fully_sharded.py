@@ -157,5 +157,5 @@ def _of_unit(
 def _direct_owners(model: nn.Module, trained: Sequence[Trained]) -> list[nn.Module]:
     """The model itself, and every module that has one of these parameters for its own."""
     wanted = {id(t.parameter) for t in trained}
-    owners = [m for m in model.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
+    owners = [m for m in model.modules() if any(id(p) in wanted for p in nn.Module.parameters(m, recurse=False))]
     return [model, *(owner for owner in owners if owner is not model)]
