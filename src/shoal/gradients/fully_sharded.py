@@ -75,8 +75,8 @@ class FullyShardedGradients(ShardedBase):
     def backward(self, *, last: bool) -> Iterator[None]:
         with super().backward(last=last):
             yield
-        for unit in self._units:
-            unit.read_back_forward()
+        for unit in self._units:  # a block is compared behind its forward, and may be released by now on some ranks
+            unit.read_back_forward(compares=not unit.passes)
         self._release()
 
     @contextmanager
@@ -115,7 +115,7 @@ class FullyShardedGradients(ShardedBase):
         used = [unit for unit in self._units if unit.here]  # by a forward whose backward may follow
         if not self._stepping:
             for unit in used:
-                unit.read_back_forward()
+                unit.read_back_forward(compares=not unit.passes)
         self._release()  # what is here may have been coded on its way
         for unit in self._units:
             unit.gather(exact=True)

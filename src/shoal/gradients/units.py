@@ -189,7 +189,7 @@ class ShardedParameters:
         if compared(self._forwards):
             self._gathered = self._fingerprint()
 
-    def read_back_forward(self) -> None:
+    def read_back_forward(self, *, compares: bool) -> None:
         """What a forward has written into the whole is in the piece, too, or raises `UserCodeError`. See the note on
         weights that a forward writes.
         """
@@ -197,7 +197,8 @@ class ShardedParameters:
             return
         if self._codecs == PieceCodecs():
             self.read_back()
-            self.compare()
+            if compares:
+                self.compare()
         elif replaced(self._placed) or (self._gathered is not None and self._gathered != self._fingerprint()):
             raise UserCodeError(
                 f"a forward wrote into its own weights ({self._names[0]} or one beside it), which ZeRO-3 cannot keep "
@@ -266,11 +267,13 @@ class Unit:
             part.read_back(for_a_while=True)
             part.compare()
 
-    def read_back_forward(self) -> None:
-        """The same behind a forward; inside of `full_parameters` or a schedule not before their end."""
+    def read_back_forward(self, *, compares: bool = True) -> None:
+        """The same behind a forward; inside of `full_parameters` or a schedule not before their end. `compares`: all
+        ranks come here with it whole.
+        """
         if not self.stays:
             for part in self.parts:
-                part.read_back_forward()
+                part.read_back_forward(compares=compares)
 
     def updated(self) -> None:
         """The optimizer has made its update."""
