@@ -227,6 +227,23 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("key", "what"),
+    [("lr", "the learning rate"), pytest.param("weight_decay", "the weight decay", marks=pytest.mark.slow)],
+)
+def test_a_schedule_that_counts_microbatches_is_refused(key: str, what: str, tmp_path: Path) -> None:
+    """Set by hand, for each batch that the loop is given. With two in a step no other one shows it."""
+    change = (
+        f"for number, (x, y) in enumerate(run.batches()):\n    optimizer.param_groups[0]['{key}'] = 0.01 / (1 + number)"
+    )
+    text = LOOP.replace("for x, y in run.batches():", change).replace("batch_samples=12", "batch_samples=8")
+    (tmp_path / "mine.py").write_text(text)
+    assert run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1) == [2]
+    said = " ".join((tmp_path / "rank-0.txt").read_text().split())
+    assert f"step 1: {what} changed before the backward() of microbatch 2 of 2, in the middle of an update" in said
+    assert "run.steps_done" in said
+
+
+@pytest.mark.parametrize(
     ("said_as", "warning"),
     [
         ("(model(x), y, reduction='sum'))", "the loss looks like a sum over the samples of a microbatch"),

@@ -181,3 +181,49 @@ def test_state_of_an_optimizer_that_is_not_shoals_does_not_move(tmp_path: Path) 
     assert 'memory.offload.optimizer = "host" with AdamW, which needs the state of all parameters' in printed
     assert "or, as a script's own, updates them itself: leave the key out, or train by shoal train with" in printed
     assert "Traceback" not in printed
+
+
+COUNTS = """
+class Counts(torch.optim.SGD):
+    calls = 0
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.5 / (self.calls + group["k"])
+        return super().step()
+"""
+"""Anneals its rate by a count of its steps in its groups, as timm's and schedule-free optimizers do, and by its own."""
+
+
+@pytest.mark.parametrize("layout", ["replicate", pytest.param("ZeRO-1", marks=pytest.mark.slow)])
+def test_an_optimizer_counts_updates_and_not_microbatches(layout: str, tmp_path: Path) -> None:
+    """With `step()` behind every microbatch."""
+    text = SCRIPT.replace("model = nn", COUNTS + "model = nn").replace(
+        "OPTIMIZER", "Counts(model.parameters(), lr=0.1)"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=2", *LAYOUTS[layout], world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, verdict.sentence()
+    assert {finding.step for finding in verdict.findings} == {1, 2, 3}
+
+
+SIGNS = """
+class Signs(torch.optim.Optimizer):
+    def __init__(self, parameters): super().__init__(parameters, {"step_size": 0.01})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None: p.add_(p.grad.sign(), alpha=-group["step_size"])
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_may_call_its_rate_otherwise(tmp_path: Path) -> None:
+    text = SCRIPT.replace("model = nn", SIGNS + "model = nn").replace("OPTIMIZER", "Signs(model.parameters())")
+    (tmp_path / "mine.py").write_text(text)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=2", world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, verdict.sentence()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.mesh import build_mesh
@@ -20,8 +22,10 @@ from shoal.gradients.build import Summing
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.masters import MixedPrecision
+from shoal.gradients.script_writes import COMPARED_EVERY, Placed, WrittenAlike
 from shoal.topology.layout import Layout
 from tests.codec.every import codec_of
+from tests.comm.local import local_group
 from tests.gradients.training import Case, Net, loss_of, microbatches, synced, take_step
 from tests.ranks import TestPlace
 
@@ -303,7 +307,6 @@ def written_by(place: TestPlace, writers: int) -> str:
     with case_on(place, Case(Layout(shard=place.size), 3)) as (net, sync, step):
         step()
         assert isinstance(sync, FullyShardedGradients)
-        sync.compares_writes = True
         try:
             with sync.full_parameters(), torch.no_grad():
                 if place.rank < writers:
@@ -315,5 +318,28 @@ def written_by(place: TestPlace, writers: int) -> str:
 
 def test_weights_that_some_ranks_write_are_refused_where_each_keeps_its_piece(ranks) -> None:
     for found in ranks(2, written_by, 1):
-        assert "leave run.full_parameters() with other numbers in the parameters" in found
+        assert "linear.weight was written by the script" in found
+        assert "the first and number 2 have other numbers" in found
     assert ranks(2, written_by, 2) == ranks(2, written_by, 0) == ["", ""]
+
+
+def test_ranks_compare_what_they_have_written() -> None:
+    """In the first readings and one of a hundred; each of them names the parameter whose numbers differ."""
+
+    def readings(group: Collective) -> list[str]:
+        place, said = torch.zeros(3), []
+        placed = [Placed(name, nn.Parameter(), each) for name, each in (("a", torch.ones(2)), ("b", place))]
+        alike = WrittenAlike(group)
+        for number in range(1, 2 * COMPARED_EVERY + 1):
+            place.fill_(group.rank if number in (2, COMPARED_EVERY - 1, COMPARED_EVERY) else number)
+            try:
+                alike.compare(placed)
+            except UserCodeError as refusal:
+                said.append(f"{number}: {refusal}")
+        return said
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(readings, local_group(3)))
+    assert found[0] == found[1] == found[2]
+    assert [each.split(" was written")[0] for each in found[0]] == ["2: b", f"{COMPARED_EVERY}: b"]
+    assert all("the first and number 2 have other numbers" in each for each in found[0])

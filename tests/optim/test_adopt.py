@@ -50,7 +50,7 @@ def test_only_optimizers_of_elements_may_see_pieces():
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [(torch.optim.LBFGS, "fails in a step without a closure"), (torch.optim.Adafactor, "keeps 'row_var' of shape")],
+    [(torch.optim.LBFGS, "LBFGS steps by a closure"), (torch.optim.Adafactor, "keeps 'row_var' of shape")],
 )
 def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
     with pytest.raises(UserCodeError, match=sentence):
@@ -147,3 +147,37 @@ def test_a_rate_in_a_tensor_is_saved_and_stays_one():
     other.load_state_dict(one.state_dict())
     other.step()
     assert float(resumed.optimizer.param_groups[0]["lr"]) == 0.125
+
+
+class Counted(torch.optim.SGD):
+    """Anneals its rate by a number of its own, beside one that its steps leave alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.decay = 0.5
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 * self.decay**self.calls
+        super().step()
+
+
+def test_what_an_optimizer_counts_itself_is_saved():
+    """A resumed run goes on from it; nothing else of the optimizer is taken from a checkpoint."""
+
+    def made() -> OwnOptimizer:
+        model = nn.Linear(3, 2)
+        (own,) = own_optimizers([Counted(model.parameters())], model)
+        return own
+
+    first, resumed = made(), made()
+    for _ in range(3):
+        first.optimizer.step()
+    saved = json.loads(json.dumps(first.to_state()))
+    assert saved["own"] == {"calls": 3}
+    resumed.load(saved | {"own": {"calls": 3, "decay": 2.0, "state": 1}})
+    assert vars(resumed.optimizer)["decay"] == 0.5
+    resumed.optimizer.step()
+    first.optimizer.step()
+    assert resumed.optimizer.param_groups[0]["lr"] == first.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4

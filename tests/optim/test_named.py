@@ -269,7 +269,7 @@ REFUSED = [
     ("nowhere_at_all:X", {}, "there is no module 'nowhere_at_all'"),
     ("torch.optim:Adamax", {"arguments": {"wrong": 1}}, "unexpected keyword argument 'wrong'"),
     ("torch.nn:ReLU6", {}, "raised"),
-    ("torch.optim:LBFGS", {}, "fails in a step without a closure"),
+    ("torch.optim:LBFGS", {}, "LBFGS steps by a closure"),
     ("torch.optim:LBFGS", {}, 'Shoal has its own: optimizer.kind = "lbfgs"'),
     ("torch.optim:Adafactor", {}, 'Shoal has its own: optimizer.kind = "adafactor"'),
     ("torch.optim:SparseAdam", {}, 'Shoal has its own: optimizer.kind = "adagrad"'),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import UserCodeError
-from shoal.own_loop.losses import LossKind, check_loss, doubt, kind_of
+from shoal.own_loop.losses import Doubts, LossKind, Place, check_loss, doubt, kind_of
 
 SAMPLES = 6
 WEIGHTS = [
@@ -180,3 +182,72 @@ def test_a_graph_that_was_freed_tells_nothing() -> None:
     loss = F.cross_entropy(out, torch.zeros(SAMPLES, dtype=torch.int64))
     loss.backward()
     assert doubt(loss, SAMPLES) is None
+
+
+def logits_of(numbers: int) -> Tensor:
+    return torch.randn(numbers, 3) @ torch.eye(3, requires_grad=True)
+
+
+def mean_of(numbers: int) -> Tensor:
+    """A cross-entropy of what a mask has left, or of the nodes of some graphs."""
+    return F.cross_entropy(logits_of(numbers), torch.zeros(numbers, dtype=torch.int64))
+
+
+Looks = list[tuple[Tensor, int, Place]]
+"""A loss, samples of its microbatch, and where the loop is."""
+
+
+def places(*losses: Tensor, samples: int = SAMPLES, each: int = 1) -> Looks:
+    """One microbatch a step, with so many losses each."""
+    return [(loss, samples, Place(1 + at // each, "microbatch 1 of 1", 0)) for at, loss in enumerate(losses)]
+
+
+UNEVEN: dict[str, Looks] = {
+    "positions of a mask": places(mean_of(11), mean_of(14)),
+    "by hand": places(logits_of(11).square().mean(), logits_of(14).square().mean()),
+    "the second of two losses": places(mean_of(6), mean_of(11), mean_of(6), mean_of(14), each=2),
+    "two terms": places(mean_of(6) + mean_of(11), mean_of(6) + mean_of(13)),
+    "nodes of fewer graphs": [(mean_of(20), 6, Place(1, "a", 0)), (mean_of(13), 4, Place(1, "b", 0))],
+    "of the second optimizer": [
+        (mean_of(6), 6, Place(1, "a", 0)),
+        (mean_of(11), 6, Place(1, "a", 1)),
+        (mean_of(6), 6, Place(2, "a", 0)),
+        (mean_of(13), 6, Place(2, "a", 1)),
+    ],
+}
+EVEN: dict[str, Looks] = {
+    "samples": places(mean_of(6), mean_of(6)),
+    "images that grow": places(mean_of(6 * 16), mean_of(6 * 25)),
+    "a fixed set beside the samples": [(mean_of(7), 6, Place(1, "a", 0)), (mean_of(7), 4, Place(1, "b", 0))],
+    "two losses": places(mean_of(6), mean_of(7), mean_of(6), mean_of(7), each=2),
+    "two optimizers, a pass each": [
+        (mean_of(6), 6, Place(1, "a", 0)),
+        (mean_of(6), 6, Place(1, "b", 0)),
+        (mean_of(7), 6, Place(1, "a", 1)),
+        (mean_of(7), 6, Place(1, "b", 1)),
+    ],
+    "a term that comes later": places(mean_of(6), mean_of(6) + mean_of(7)),
+    "in a third step": places(mean_of(6), mean_of(6), mean_of(7)),
+}
+
+
+def warned(looks: Looks) -> list[str]:
+    said: list[str] = []
+    doubts, pending = Doubts(said.append, None), SimpleNamespace(number=1, samples=24)
+    for loss, samples, place in looks:
+        pending.number = place.step
+        doubts.look(loss, "mean", place, cast(Any, pending), lambda samples=samples: samples)
+    return said
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_mean_over_more_numbers_of_as_many_samples_is_seen(name: str) -> None:
+    """Which no single microbatch shows: in the second that a rank computes."""
+    (said,) = warned(UNEVEN[name])
+    assert "backward(loss, weight=...)" in said
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_a_mean_over_as_many_numbers_of_each_sample_is_none_of_them(name: str) -> None:
+    """Nor one over a set that has nothing to do with samples. Two microbatches are looked at, of each loss."""
+    assert warned(EVEN[name]) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,35 @@ def test_a_model_keeps_its_type_where_nobody_says_another() -> None:
     assert with_precision(asked, double) is asked
     assert "bfloat16 weights are float32 in this run" in widened(half, run_file_of(tables, file="own"))[0]
     assert widened(half, run_file_of(asked, file="own")) == widened(double, run_file_of(tables, file="own")) == []
+
+
+class Scheduled:
+    """Wraps an optimizer to set its rate, as older transformers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer = inner
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Leaves out the `__init__` of its base class on purpose, as public ones do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "sentence"),
+    [
+        (lambda inner: None, "there is no optimizer: pass optimizer= to shoal.start"),
+        (Scheduled, "hand over the one that it wraps, optimizer._optimizer, and go on to call this"),
+        (lambda inner: "sgd", "the optimizer is of type str, which is no torch.optim.Optimizer"),
+        (Lookahead, "Lookahead does not call the __init__ of torch.optim.Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_of_pytorch_is_a_sentence(wrapped: Any, sentence: str) -> None:
+    """And what to hand over in its place; also as one of several."""
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for optimizer in (wrapped(inner), (inner, wrapped(inner))):
+        with pytest.raises(UserCodeError, match=re.escape(sentence)):
+            objects_of({"model": model, "optimizer": optimizer, "state": {}}, None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
+from shoal.own_loop.shown_optimizer import EmptyStep, ShownGroups, StepHooks
 
 
 def test_shown_groups_leave_nothing_but_the_refusal_of_state():
@@ -126,3 +126,48 @@ def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
     hooks.reset()
     optimizer.step()
     assert calls == ["before", "after", "before", "before", "after"]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, in the optimizer inside of it and by itself, as public optimizers do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0, "sums": (0.0, 0.0), "weight": torch.zeros(())})
+        self.calls, self.inner = 0, torch.optim.SGD(parameters, lr=0.1)
+        self.inner.beta = 1.0  # type: ignore[attr-defined]
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.inner.beta *= 0.9  # type: ignore[attr-defined]
+        self.inner.param_groups[0]["lr"] *= 0.9
+        for group in self.param_groups:
+            group["k"] += 1
+            group["sums"] = (group["sums"][0] + 1, 2.0)
+            group["weight"] += 1
+            group["first"] = group.get("first", 0) + 1
+        self.inner.step()
+
+
+def test_a_step_that_updates_nothing_is_not_counted() -> None:
+    """Wherever an optimizer counts: what is annealed by the count would be annealed by microbatches."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Counting([parameter])
+    parameter.grad = gradient = torch.ones(2)
+
+    def numbers() -> list[Any]:
+        group, inner = optimizer.param_groups[0], optimizer.inner
+        counts = [{**group, "weight": float(group["weight"]), "params": None}, inner.param_groups[0]["lr"]]
+        return [*counts, optimizer.calls, inner.beta]  # type: ignore[attr-defined]
+
+    before, weight = numbers(), optimizer.param_groups[0]["weight"]
+    empty = EmptyStep(optimizer, parameters=True)
+    optimizer.step()
+    assert numbers() != before
+    empty.end()
+    assert numbers() == before
+    assert optimizer.param_groups[0]["weight"] is weight
+    assert parameter.grad is gradient
+    assert parameter.tolist() == [1.0, 1.0]
+    optimizer.step()
+    assert (optimizer.calls, optimizer.param_groups[0]["first"]) == (1, 1)
+    assert parameter.tolist() != [1.0, 1.0]

@@ -124,3 +124,23 @@ def test_what_a_loop_adds_draws_the_same_when_the_mode_sleeps(
     expected = dropped_after(change, layer, may_sleep=False)
     found = dropped_after(change, layer, may_sleep=True)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+def test_a_transform_of_torch_func_calls_a_model_that_draws_nothing() -> None:
+    """Gradients of single samples: what looks whether something was drawn does not do so within the transform."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(2, 6)
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+
+    def slopes() -> dict[str, Tensor]:
+        def value(own: dict[str, Tensor], sample: Tensor) -> Tensor:
+            return torch.func.functional_call(model, own, (sample,)).sum()
+
+        return torch.func.vmap(torch.func.grad(value), (None, 0))(parameters, x)
+
+    expected = slopes()
+    draws, _ = drawing_loop([3, 4], model)
+    for _ in range(2):
+        with draws.loop():
+            found = slopes()
+        assert all(torch.equal(found[name], each) for name, each in expected.items())

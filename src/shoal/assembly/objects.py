@@ -144,7 +144,8 @@ def placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
 
 
 def check_layout_independent(model: nn.Module, *, shares: int, global_samples: int, micro_samples: int | None) -> None:
-    """Refuses batch statistics over whatever samples a rank happens to hold at a time, one of `shares` or less.
+    """Refuses batch statistics over whatever samples a rank happens to hold at a time, one of `shares` or less, and
+    embeddings that write their weights by them.
 
     Raises `UserCodeError`.
     """
@@ -153,6 +154,13 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
         return
     enter_training(model, frozen_modules(model))
     for name, module in model.named_modules():
+        if shares > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UserCodeError(
+                f"module {name} ({type(module).__name__}) has max_norm = {module.max_norm:g}, by which its forward "
+                "shortens the rows that it is asked for, on each rank those of other samples, so that ranks would have "
+                "other weights: leave max_norm out, and shorten all rows behind an update, "
+                "weight.data.renorm_(2, 0, max_norm)"
+            )
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             over = (
                 "one microbatch of the ranks, on GPUs alone, with the copies that a rank without samples computes"

@@ -6,6 +6,7 @@ would add, update and save them in another way.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, itemgetter
@@ -36,11 +37,26 @@ def require_trainable(model: nn.Module) -> None:
         _refuse_complex(name, parameter)
         _refuse_updates_in_backward(name, parameter)
         _refuse_repeated_numbers(name, parameter)
+    for name, module in model.named_modules():
+        _refuse_other_train(name, module)
     for one, other in _sharing(model):
         raise UserCodeError(
             f"the parameters {one} and {other} share some of their numbers, which two gradients would then change: "
             "assign one parameter to both places to tie them, or clone() the tensors that they are made of"
         )
+
+
+def _refuse_other_train(name: str, module: nn.Module) -> None:
+    if type(module).train is nn.Module.train:
+        return
+    try:
+        inspect.signature(module.train).bind(True)
+    except TypeError as error:
+        raise UserCodeError(
+            f"the module {name or type(module).__name__} has a method train() of its own, which cannot be called as "
+            f"train(True) ({error}): PyTorch and Shoal call it to change a model between training and evaluation. Give "
+            "the method another name"
+        ) from error
 
 
 def _refuse_complex(name: str, parameter: Tensor) -> None:

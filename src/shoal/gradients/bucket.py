@@ -368,9 +368,11 @@ def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module], model: nn.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
-    homes: dict[int, set[int]] = {id(p): {-1} for module in outside for p in module.parameters(recurse=False)}
+    homes: dict[int, set[int]] = {
+        id(p): {-1} for module in outside for p in nn.Module.parameters(module, recurse=False)
+    }
     for number, block in enumerate(blocks):
-        for parameter in block.parameters():
+        for parameter in nn.Module.parameters(block):  # which a class may have replaced
             homes.setdefault(id(parameter), set()).add(number)
     found = [homes.get(id(t.parameter), set()) for t in trained]
     return [next(iter(home)) if len(home) == 1 else -1 for home in found]

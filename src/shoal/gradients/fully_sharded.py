@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
-from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, BucketParameters
 from shoal.gradients.gradients import Groups
 from shoal.gradients.sharded import ShardedBase, flat, masters_of
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
-from shoal.maths.fingerprint import fingerprint
 from shoal.state import Trained
 
 
@@ -65,9 +62,6 @@ class FullyShardedGradients(ShardedBase):
         )  # fmt: skip
         self.gathered: Sequence[Tensor] = [store.whole for store in stores]
         """The buffers that units are gathered into; empty while they are released."""
-        self._wholes = [(groups(part.shard), store.whole) for part, store in zip(parts, stores, strict=True)]
-        self.compares_writes = False
-        """Whether ranks compare what they leave in whole parameters: a script may write there."""
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
         passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
         chained(passing)
@@ -81,8 +75,8 @@ class FullyShardedGradients(ShardedBase):
     def backward(self, *, last: bool) -> Iterator[None]:
         with super().backward(last=last):
             yield
-        for unit in self._units:
-            unit.read_back_forward()
+        for unit in self._units:  # a block is compared behind its forward, and may be released by now on some ranks
+            unit.read_back_forward(compares=not unit.passes)
         self._release()
 
     @contextmanager
@@ -121,7 +115,7 @@ class FullyShardedGradients(ShardedBase):
         used = [unit for unit in self._units if unit.here]  # by a forward whose backward may follow
         if not self._stepping:
             for unit in used:
-                unit.read_back_forward()
+                unit.read_back_forward(compares=not unit.passes)
         self._release()  # what is here may have been coded on its way
         for unit in self._units:
             unit.gather(exact=True)
@@ -131,28 +125,12 @@ class FullyShardedGradients(ShardedBase):
             yield
             for unit in self._units:
                 unit.read_back()
-            if self.compares_writes:
-                self._check_alike()
         finally:
             self._full = False
             self._stay(False)
             self._release()
         for unit in used:
             unit.gather()
-
-    def _check_alike(self) -> None:
-        """Raises `UserCodeError` where ranks have not written the same into whole parameters."""
-        for group in {id(group): group for group, _ in self._wholes}.values():
-            if group.size == 1:
-                continue
-            own = fingerprint({str(at): whole for at, (own, whole) in enumerate(self._wholes) if own is group})
-            extremes = torch.tensor([own, -own], device=self._device)
-            group.all_reduce(extremes, "max").wait()
-            if extremes.tolist() != [own, -own]:
-                raise UserCodeError(
-                    "ranks of layout.shard leave run.full_parameters() with other numbers in the parameters, of which "
-                    "each would keep its own pieces: write the same on every rank"
-                )
 
     def close(self) -> None:
         super().close()
@@ -179,5 +157,5 @@ def _of_unit(
 def _direct_owners(model: nn.Module, trained: Sequence[Trained]) -> list[nn.Module]:
     """The model itself, and every module that has one of these parameters for its own."""
     wanted = {id(t.parameter) for t in trained}
-    owners = [m for m in model.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
+    owners = [m for m in model.modules() if any(id(p) in wanted for p in nn.Module.parameters(m, recurse=False))]
     return [model, *(owner for owner in owners if owner is not model)]

@@ -61,7 +61,7 @@ def narrowed(model: nn.Module, trained: Sequence[Trained], mixed: MixedPrecision
 def in_float32(model: nn.Module) -> frozenset[int]:
     """The parameters, by id, that stay in float32."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm | StepBatchNorm))
-    return frozenset(id(parameter) for norm in norms for parameter in norm.parameters(recurse=False))
+    return frozenset(id(parameter) for norm in norms for parameter in nn.Module.parameters(norm, recurse=False))
 
 
 def narrows(parameter: Tensor, kept: Collection[int]) -> bool:

@@ -104,7 +104,7 @@ class PartialGradient(Tensor):
 
 def placeholder(name: str, parameter: Parameter) -> PartialGradient:
     """What `.grad` is between two microbatches of a step."""
-    what = f"the gradient of {name} is not there before the step's last microbatch"
+    what = f"the gradient of {name} is not there before the step's last microbatch (if run.last_of_step)"
     nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
     return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
@@ -179,7 +179,7 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dims: Any = None, *args: An
     """
     first = next(each for each in gradients if isinstance(each, PartialGradient))
     if dims not in (None, []) and len(dims) != first.dim():
-        raise UserCodeError(f"{first.what}: take its norm over all dims")
+        raise UserCodeError(f"{first.what}: take its norm over all dims, or use layout.replicate")
     order = float(order)
     parts = [_counted(each, first) for each in gradients]
     if order == float("inf"):

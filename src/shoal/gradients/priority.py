@@ -65,7 +65,7 @@ class FirstUse:
         index_of = {id(parameter): index for index, (_, parameter) in enumerate(parameters)}
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before(self._unannounced))]
         for module in model.modules():
-            own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+            own = [index_of[id(p)] for p in nn.Module.parameters(module, recurse=False) if id(p) in index_of]
             if own:
                 self._handles.append(module.register_forward_pre_hook(self._before(own)))
         self._handles += [p.register_hook(self._guard(index, name)) for index, (name, p) in enumerate(parameters)]

@@ -39,7 +39,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
+from shoal.maths.fingerprint import fingerprint
 from shoal.state import complete, gradients_of, same_objects
 
 
@@ -100,6 +102,61 @@ def read_back_masters(masters: Tensor, computed: Tensor, *, before: Tensor | Non
     if before is not None:
         written = torch.where(before.to(computed.dtype) == computed, before, written)
     torch.where(masters.to(computed.dtype) == computed, masters, written, out=masters)
+
+
+COMPARED_FIRST, COMPARED_EVERY = 8, 100
+"""Which readings are compared between ranks: so many first ones, and then one of so many."""
+
+
+def compared(number: int) -> bool:
+    """Is that one of them? The first is 1."""
+    return number <= COMPARED_FIRST or number % COMPARED_EVERY == 0
+
+
+class WrittenAlike:
+    """Whether ranks that update pieces of the same weights have written the same into the whole ones.
+
+    What a rank writes outside of its own piece, nobody reads: where writes differ, as those of an ActNorm that begins
+    with the statistics of its first samples, each piece would be that of another rank, and all copies equal. So now and
+    then ranks compare fingerprints of the whole, at a reading that all of `ranks` come to.
+    """
+
+    def __init__(self, ranks: Collective) -> None:
+        self._ranks, self._readings = ranks, 0
+
+    def compare(self, placed: Sequence[Placed], *, always: bool = False) -> None:
+        """Raises `UserCodeError`, on every rank, with the first parameter that differs. `always`: at this reading in any
+        case, as where a script has asked for the whole to write into it.
+        """
+        self._readings += 1
+        if self._ranks.size == 1 or not (always or compared(self._readings)):
+            return
+        names = [each.name for each in placed]
+        device = placed[0].place.device
+        if self._differing([fingerprint({each.name: each.place for each in placed})], device) is None:
+            return
+        differing = self._differing([fingerprint({"": each.place}) for each in placed], device)
+        assert differing is not None, "the fingerprint of all has shown it"
+        number, rank = differing
+        raise UserCodeError(
+            f"{names[number]} was written by the script or by a forward, and not alike on the {self._ranks.size} ranks "
+            f"that have pieces of it: the first and number {rank} have other numbers. Write the same on every rank. "
+            "What follows from samples, such as the first scales of an ActNorm or codes found by k-means, is to be "
+            "there before shoal.start: call the model on a batch there"
+        )
+
+    def _differing(self, own: Sequence[int], device: torch.device) -> tuple[int, int] | None:
+        """The first place at which a rank has another number than the first one, and which rank, counted from 1."""
+        everyone = torch.empty(self._ranks.size * len(own), dtype=torch.int64, device=device)
+        self._ranks.all_gather(everyone, torch.tensor(own, dtype=torch.int64, device=device)).wait()
+        first, *others = everyone.view(self._ranks.size, len(own)).tolist()
+        found = (
+            (number, rank)
+            for number, value in enumerate(first)
+            for rank, other in enumerate(others, start=2)
+            if other[number] != value
+        )
+        return next(found, None)
 
 
 _version_of = attrgetter("_version")

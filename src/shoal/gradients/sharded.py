@@ -31,7 +31,7 @@ from shoal.gradients.gradients import FlatGradients, Groups, OverReplica, global
 from shoal.gradients.masters import write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
-from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
+from shoal.gradients.script_writes import Placed, WrittenAlike, check_read_back, read_back_data, read_back_masters
 from shoal.state import Owned, Trained, counts_piece, owned_run, owned_whole, same_piece
 
 
@@ -252,6 +252,8 @@ class ShardedGradients(ShardedBase):
 
     def accept_weights(self) -> None:
         self._read_back()
+        for store in self._stores:
+            store.compare()
 
     def settle(self) -> None:
         self._read_back()
@@ -281,7 +283,7 @@ class FlatParameters:
         names: Sequence[str],
         masters: Sequence[Tensor] | None = None,
     ) -> None:
-        self._shard = shard
+        self._shard, self._alike = shard, WrittenAlike(shard)
         self._whole = flattened(parameters, layout, shard.allocate)
         self._own = self.piece = self._whole[layout.mine(shard.rank)]
         if masters is not None:
@@ -299,6 +301,10 @@ class FlatParameters:
         if self._own is not self.piece:
             self._own.copy_(self.piece)
         return self._shard.all_gather(self._whole, self._own)
+
+    def compare(self) -> None:
+        """Before an update: see `WrittenAlike`."""
+        self._alike.compare(self.placed)
 
     def read_back_masters(self) -> None:
         """What was written into the buffer is in the piece, too."""

@@ -78,12 +78,9 @@ from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.errors import UserCodeError
 from shoal.gradients.bucket import FlatLayout
 from shoal.gradients.masters import write_piece
-from shoal.gradients.script_writes import Placed, read_back_masters, replaced
+from shoal.gradients.script_writes import Placed, WrittenAlike, compared, read_back_masters, replaced
 from shoal.gradients.sharded import flattened
 from shoal.maths.fingerprint import fingerprint
-
-COMPARED_FORWARDS, COMPARED_EVERY = 8, 100
-"""Which forwards of a unit are compared with what was gathered: so many first ones, and then one of so many."""
 
 
 class ShardedParameters:
@@ -116,6 +113,7 @@ class ShardedParameters:
         self._bytes = self._whole.untyped_storage().nbytes()
         self._handle: Handle | None = None
         self._forwards, self._gathered = 0, None
+        self._alike = WrittenAlike(shard)
         self._updated: Tensor | None = None
         self.here = True
         self.release()
@@ -175,6 +173,10 @@ class ShardedParameters:
             self._updated = self.piece.clone()
         read_back_masters(self.piece, own, before=self._updated)
 
+    def compare(self, *, always: bool = False) -> None:
+        """Behind a time in which a script could write into the whole: see `WrittenAlike`."""
+        self._alike.compare(self._placed, always=always)
+
     def updated(self) -> None:
         """The optimizer has made its update."""
         self._updated = None
@@ -184,10 +186,10 @@ class ShardedParameters:
         if self._codecs == PieceCodecs() or self._gathered is not None:
             return
         self._forwards += 1
-        if self._forwards <= COMPARED_FORWARDS or self._forwards % COMPARED_EVERY == 0:
+        if compared(self._forwards):
             self._gathered = self._fingerprint()
 
-    def read_back_forward(self) -> None:
+    def read_back_forward(self, *, compares: bool) -> None:
         """What a forward has written into the whole is in the piece, too, or raises `UserCodeError`. See the note on
         weights that a forward writes.
         """
@@ -195,6 +197,8 @@ class ShardedParameters:
             return
         if self._codecs == PieceCodecs():
             self.read_back()
+            if compares:
+                self.compare()
         elif replaced(self._placed) or (self._gathered is not None and self._gathered != self._fingerprint()):
             raise UserCodeError(
                 f"a forward wrote into its own weights ({self._names[0]} or one beside it), which ZeRO-3 cannot keep "
@@ -261,12 +265,15 @@ class Unit:
         """Takes what was written into its whole parameters into the pieces, until the next update at least."""
         for part in self.parts:
             part.read_back(for_a_while=True)
+            part.compare(always=True)
 
-    def read_back_forward(self) -> None:
-        """The same behind a forward; inside of `full_parameters` or a schedule not before their end."""
+    def read_back_forward(self, *, compares: bool = True) -> None:
+        """The same behind a forward; inside of `full_parameters` or a schedule not before their end. `compares`: all
+        ranks come here with it whole.
+        """
         if not self.stays:
             for part in self.parts:
-                part.read_back_forward()
+                part.read_back_forward(compares=compares)
 
     def updated(self) -> None:
         """The optimizer has made its update."""
@@ -275,7 +282,10 @@ class Unit:
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
-        handles = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        handles = []
+        if module._forward_pre_hooks:  # that read its parameters, as those of spectral_norm and pruning do
+            handles.append(module.register_forward_pre_hook(lambda *_: self._gather_for(module), prepend=True))
+        handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self.passes:
             handles.append(module.register_forward_hook(self._after_forward))
         return handles
@@ -289,13 +299,16 @@ class Unit:
         """Are its parameters whole?"""
         return all(part.here for part in self.parts)
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _gather_for(self, module: nn.Module) -> None:
         if not self.here and peek_interpreter_stack() is not None:
             raise UserCodeError(
                 f"a transform of torch.func calls a {type(module).__name__} under ZeRO-3, which cannot gather its "
                 "weights there: compute inside run.full_parameters(), backward included, or set memory.zero = 2"
             )
         self.gather()
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._gather_for(module)
         if _in_backward():
             return
         for part in self.parts:
@@ -349,10 +362,11 @@ class Unit:
 _SHAPE = ("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "untyped_storage")
 _HARMLESS = frozenset(
     {*_SHAPE, "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "retain_grad"}
+    | {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"}
     | {"register_hook", "register_post_accumulate_grad_hook", "__hash__", "backward", "grad"}
 )
-"""What may be asked of a parameter whose numbers are not there; the last two compute gradients, and have it among
-their `inputs`.
+"""What may be asked of a parameter whose numbers are not there: its shape and type, in new tensors too. The last two
+compute gradients, and have it among their `inputs`.
 """
 
 _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint
 
 from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics
@@ -96,6 +98,11 @@ def draws_nothing(model: nn.Module) -> bool:
     return True
 
 
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Around the states of generators: a transform of `torch.func` would wrap them."""
+    return nullcontext() if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
 class DrawWatch:
     """The state of `generators_in_use` when it was made; `host`: that of Python's and NumPy's generators, too, which
     takes ten times as long.
@@ -103,20 +110,23 @@ class DrawWatch:
 
     def __init__(self, *, host: bool = False) -> None:
         self._generators = generators_in_use()
-        self._before = [generator.get_state() for generator in self._generators]
+        with _outside_transforms():
+            self._before = [generator.get_state() for generator in self._generators]
         self.host = host_states() if host else None
 
     def drew(self) -> bool:
         """Has any of them given a number since?"""
-        for generator, before in zip(self._generators, self._before, strict=True):
-            if generator.get_state().numpy().tobytes() != before.numpy().tobytes():  # `torch.equal` is slower
-                return True
+        with _outside_transforms():
+            for generator, before in zip(self._generators, self._before, strict=True):
+                if generator.get_state().numpy().tobytes() != before.numpy().tobytes():  # `torch.equal` is slower
+                    return True
         return self.host is not None and host_states() != self.host
 
     def rewind(self) -> None:
         """PyTorch's generators will give the same numbers once more."""
-        for generator, state in zip(self._generators, self._before, strict=True):
-            generator.set_state(state)
+        with _outside_transforms():
+            for generator, state in zip(self._generators, self._before, strict=True):
+                generator.set_state(state)
 
 
 def repeats_alike(model: nn.Module) -> bool:

@@ -68,7 +68,8 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
 class OwnOptimizer:
     """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group; it
     `couples` if the update of one depends on the gradients of others; `counts` are numbers of a group that steps
-    change; `taken` is the state of steps that it took before, by slot and parameter.
+    change, `attributes` what they change of the optimizer itself; `taken` is the state of steps that it took before, by
+    slot and parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -77,6 +78,7 @@ class OwnOptimizer:
     works_on: Granularity
     couples: bool = False
     counts: Sequence[str] = ()
+    attributes: Sequence[str] = ()
     taken: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -105,13 +107,18 @@ class OwnOptimizer:
         return self.optimizer
 
     def to_state(self) -> dict[str, Any]:
-        """What a scheduler, or a step, may have changed in each group."""
+        """What a scheduler, or a step, may have changed in each group, and what the optimizer counts by itself."""
         every = [{n: _number(g.get(n)) for n in (*SCHEDULED, *self.counts)} for g in self.optimizer.param_groups]
-        return {"groups": [{name: each for name, each in group.items() if _is_saved(each)} for group in every]}
+        groups = [{name: each for name, each in group.items() if _is_saved(each)} for group in every]
+        found = {name: getattr(self.optimizer, name, None) for name in self.attributes}
+        own = {name: value for name, value in found.items() if type(value) in (int, float)}
+        return {"groups": groups, **({"own": own} if own else {})}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes the saved learning rates over, and what else schedulers change."""
         names = (*SCHEDULED, *self.counts)
+        for name in (name for name in self.attributes if type(state.get("own", {}).get(name)) in (int, float)):
+            setattr(self.optimizer, name, state["own"][name])
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=False):
             for name in (name for name in names if name in saved):
                 if isinstance(group.get(name), Tensor):  # it stays there, as PyTorch's schedulers leave it
@@ -143,7 +150,8 @@ def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptim
     if known or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
         return own
     found = tried(optimizer)
-    return replace(own, couples=found.couples and own.works_on == "matrices", counts=found.counts)
+    couples = found.couples and own.works_on == "matrices"
+    return replace(own, couples=couples, counts=found.counts, attributes=found.attributes)
 
 
 def keep_numbers(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> None:

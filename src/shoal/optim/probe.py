@@ -150,6 +150,12 @@ def _stepped(
         clone = clone_of(optimizer, {number: probes})
         step_of(clone)
     except Exception as error:
+        if "closure" in str(error) or "NoneType" in str(error):  # it is called without one
+            raise UserCodeError(
+                f"{type(optimizer).__name__} steps by a closure, in which it computes the loss of a batch again at "
+                "other weights, and here a step has one gradient, summed over all ranks: use an optimizer whose step() "
+                "needs none"
+            ) from error
         raise UserCodeError(
             f"{type(optimizer).__name__} fails in a step without a closure on other parameters than its own ({error}); "
             "Shoal steps it once for each update, gives it none, and hands it the pieces that a rank has: what it "

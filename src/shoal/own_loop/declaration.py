@@ -110,6 +110,39 @@ def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+SCHEDULED = {
+    "lr": "the learning rate",
+    "weight_decay": "the weight decay",
+    "momentum": "the momentum",
+    "betas": "one of the betas",
+}
+"""What schedules change in an optimizer's groups."""
+
+
+def scheduled_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """The numbers of `SCHEDULED` in `groups`, each behind what it is."""
+    numbers = [(what, group.get(key)) for group in groups for key, what in SCHEDULED.items()]
+    return [
+        (what, float(each))
+        for what, value in numbers
+        for each in (value if isinstance(value, (tuple, list)) else (value,))
+        if isinstance(each, (int, float, Tensor))
+    ]
+
+
+def check_unchanged(
+    before: Sequence[tuple[str, float]], groups: Iterable[Mapping[str, Any]], step: str, where: str
+) -> None:
+    """Raises `UserCodeError` where a number of a schedule has changed between two microbatches of a step."""
+    changed = next((now for now, then in zip(scheduled_in(groups), before, strict=False) if now != then), None)
+    if changed is not None:
+        raise UserCodeError(
+            f"{step}: {changed[0]} changed {where}, in the middle of an update; step the scheduler after an update "
+            "only: if run.update: scheduler.step(). What follows from the number of a step is set before the backward, "
+            "by run.steps_done"
+        )
+
+
 def named(what: str, names: Iterable[str]) -> list[str]:
     """A line for each of `names`."""
     return [f"{name} {what}" for name in names]

@@ -18,8 +18,6 @@ from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import UserCodeError
-from shoal.gradients.fully_sharded import FullyShardedGradients
-from shoal.gradients.gradients import JointGradients
 from shoal.gradients.split_shells import COPIED, SplitGradients
 from shoal.gradients.units import tensors_in
 from shoal.maths.fingerprint import fingerprint
@@ -149,10 +147,6 @@ class EvaluationOfRank(Evaluation):
         self._run, self._given_of, self._compute, self._depth = run, given_of, run.step.compute, 0
         gradients, self._alike = run.generation.gradients, None
         self._split = gradients if isinstance(gradients, SplitGradients) else None
-        for part in gradients.parts if isinstance(gradients, JointGradients) else [gradients]:
-            inner = part.inner if isinstance(part, SplitGradients) else part
-            if isinstance(inner, FullyShardedGradients):
-                inner.compares_writes = True
         if self._split is not None:
             self._split.allow(lambda: training() or self._depth > 0)
             mesh = run.mesh

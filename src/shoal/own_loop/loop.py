@@ -47,7 +47,7 @@ from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.evaluation import EvaluationOfRank
-from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
+from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, Place, as_number, kind_of, one_pass
 from shoal.own_loop.open_step import Update, around_all, joint_outcome, left_epoch
 from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, players_of
 from shoal.own_loop.update import Player
@@ -389,10 +389,12 @@ class Training:
         players = self._players if optimizer is None else [self._player(optimizer)]
         joined = players[0].expects_more
         totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
-        self._doubts.look(loss, kind, self._steps.given, self._steps.pending, lambda: self.samples)
+        step = self._steps.open
+        place = Place(self._steps.given, "" if step is None else step.place, self._players.index(players[0]))
+        self._doubts.look(loss, kind, place, self._steps.pending, lambda: self.samples)
         if totals[0] is None:
             return
-        last = self._steps.open is not None and self._steps.open.is_last
+        last = step is not None and step.is_last
         alike = self._evaluation.compare(totals[0], last=last)
         around = players[0].backward(last=last) if len(players) == 1 else around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]

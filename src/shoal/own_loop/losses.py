@@ -90,6 +90,35 @@ def doubt(loss: Tensor, samples: int, kind: LossKind = "mean") -> str | None:
     return _doubt_of_sum(terms) if kind == "sum" else _doubt_of_mean(terms, samples)
 
 
+class Means(NamedTuple):
+    """Over how many numbers the means of a loss are, term by term, in a microbatch of so many `samples`."""
+
+    samples: int
+    numbers: list[int]
+
+    def doubt(self, before: Means) -> str | None:
+        """What speaks against both being means over samples: a mean over more or fewer numbers, and not for more or
+        fewer samples. One of as many for each sample, as over the pixels of images that change their size, is one.
+        """
+        if len(self.numbers) != len(before.numbers):
+            return None
+        for now, then in zip(self.numbers, before.numbers, strict=True):
+            uneven = now % self.samples or then % before.samples
+            if now != then and now * before.samples != then * self.samples and uneven:
+                return (
+                    f"the loss is a mean over {now} numbers of {self.samples} samples, and was one over {then} of "
+                    f"{before.samples} (what a mask selects, tokens, nodes of graphs), and backward() takes it for a "
+                    "mean over samples: pass what it is over, backward(loss, weight=...), as in weight=mask.sum()"
+                )
+        return None
+
+
+def means_of(loss: Tensor, samples: int) -> Means:
+    """Those of `loss`, as far as its last operators tell."""
+    terms = [] if loss.grad_fn is None else _terms(loss.grad_fn)
+    return Means(samples, [term.numbers for term in terms if term.of == "mean"])
+
+
 class _Term(NamedTuple):
     """A part of a loss: the sum or mean of `numbers` numbers, times `factor`. `counted`: what it is divided by."""
 
@@ -152,7 +181,7 @@ def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Ter
         of_losses = _are_stacked(of, numbers)
         return _Term("other" if of_losses or _is_of_weights(of, numbers) else "sum", numbers, factor, counted)
     if name == "MeanBackward0":
-        return _Term("mean", factor=factor)
+        return _Term("mean", prod(node._saved_self_sym_sizes), factor)
     if name in ("NllLossBackward0", "NllLoss2DBackward0"):
         targets, total = _saved(node, "target"), _saved(node, "total_weight")
         if targets is None or total is None:
@@ -232,29 +261,50 @@ class AutocastWatch:
         return self._seen == {False}
 
 
+class Place(NamedTuple):
+    """Where a loop is when it calls `backward`: in which step and microbatch, for which of its optimizers."""
+
+    step: int
+    microbatch: str
+    optimizer: int
+
+
 class Doubts:
     """What a loop is warned of in its first step: of a loss that does not look like what it is taken for, and of a
-    forward outside of autocast, where `autocasts` watches for one. Each once, by `warn`.
+    forward outside of autocast, where `autocasts` watches for one. Each once, by `warn`. What a loss is a mean over
+    takes two microbatches to see, and so a second step where the first has one.
     """
 
     def __init__(self, warn: Callable[[str], None], autocasts: AutocastWatch | None) -> None:
         self._warn, self._autocasts = warn, autocasts
-        self._step: int | None = None  # that in which losses are looked at; 0 when one was warned of
+        self._first: int | None = None  # the step in which losses are looked at; 0 when one was warned of
+        self._place, self._losses = Place(0, "", 0), 0
+        self._means: dict[tuple[int, int], Means | None] = {}  # by optimizer and backward; None: compared
 
     def look(
-        self, loss: Tensor, kind: LossKind, step: int, pending: PendingStep | None, samples_of: Callable[[], int]
+        self, loss: Tensor, kind: LossKind, place: Place, pending: PendingStep | None, samples_of: Callable[[], int]
     ) -> None:
-        """`loss` is that of a microbatch of `step`, of which `pending` says more. `samples_of` counts its samples, for
-        which the host waits for a GPU: it is called in the first step alone.
+        """`loss` is that of a microbatch at `place`, of whose step `pending` says more. `samples_of` counts its
+        samples, for which the host waits for a GPU: it is called for the first microbatches alone.
         """
         if self._autocasts is not None:
             self._look_at_autocast(self._autocasts)
-        if kind == "weighed" or self._step not in (None, step):
+        self._losses = self._losses + 1 if place == self._place else 0
+        self._place, which = place, (place.optimizer, self._losses)
+        first = place.step if self._first is None else self._first
+        if kind == "weighed" or not (place.step == first or (first > 0 and self._means.get(which) is not None)):
             return
-        self._step, samples = step, samples_of()
-        if pending is None or samples >= pending.samples or (found := doubt(loss, samples, kind)) is None:
+        self._first, samples = first, samples_of()
+        if pending is None or samples >= pending.samples:
             return
-        self._step = 0
+        found = doubt(loss, samples, kind)
+        if samples > 0 and kind == "mean":
+            now, before = means_of(loss, samples), self._means.get(which)
+            self._means[which] = now if which not in self._means else None
+            found = found if found is not None or before is None else now.doubt(before)
+        if found is None:
+            return
+        self._first = 0
         self._warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")
 
     def _look_at_autocast(self, watch: AutocastWatch) -> None:

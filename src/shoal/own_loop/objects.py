@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,7 +50,36 @@ def objects_of(given: Mapping[str, Any], data: Any) -> UserObjects:
     several = isinstance(model, list | tuple)
     whole = nn.ModuleList(_module(each) for each in model) if several else _module(model)
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in optimizers:
+        _check_optimizer(each)
     return UserObjects(model=whole, data=data, optimizers=optimizers, state=given["state"])
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises `UserCodeError` for what is no optimizer of PyTorch's."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise UserCodeError(
+                f"{type(optimizer).__name__} does not call the __init__ of torch.optim.Optimizer, so that its steps "
+                "have no hooks, by which they become those of all ranks: call super().__init__(params, defaults) there"
+            )
+        return
+    if optimizer is None:
+        raise UserCodeError(
+            "there is no optimizer: pass optimizer= to shoal.start. A loop that updates its weights by hand, as by "
+            "p.data.add_(p.grad, alpha=-lr), makes torch.optim.SGD(model.parameters(), lr) and calls its step()"
+        )
+    inside = next(
+        (f".{name}" for name, each in _attributes(optimizer) if isinstance(each, torch.optim.Optimizer)), None
+    )
+    raise UserCodeError(
+        f"the optimizer is of type {type(optimizer).__name__}, which is no torch.optim.Optimizer: hand over "
+        + ("one that is" if inside is None else f"the one that it wraps, optimizer{inside}, and go on to call this")
+    )
+
+
+def _attributes(wrapper: Any) -> Iterable[tuple[str, Any]]:
+    return getattr(wrapper, "__dict__", {}).items()
 
 
 def _module(model: Any) -> Any:

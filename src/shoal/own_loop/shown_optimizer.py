@@ -69,6 +69,73 @@ class StepHooks:
             cast(OrderedDict, optimizer._optimizer_step_post_hooks).move_to_end(self._after.id, last=False)
 
 
+class EmptyStep:
+    """A call of `optimizer.step` in which nothing is to be updated, from here to `end`. The optimizer sees parameters
+    without gradients, or no `parameters` at all, as for PyTorch's Adam, of which that is less to take.
+
+    One that counts its steps beside its state, in its groups (`group["step"] += 1`) or itself, would count this call
+    too: such numbers are put back. PyTorch's own optimizers keep none.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: bool) -> None:
+        groups = optimizer.param_groups
+        self._lists, self._gradients = list[tuple[dict[str, Any], list[Parameter]]](), list[tuple[Parameter, Any]]()
+        self._numbers = list[tuple[dict[str, Any], dict[str, Any]]]()
+        if not parameters:
+            self._lists = [(group, group["params"]) for group in groups]
+            for group in groups:
+                group["params"] = []
+            return
+        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            self._numbers = [(place, {k: _kept(v) for k, v in place.items()}) for place in _places(optimizer)]
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """All is as it was."""
+        for group, parameters in self._lists:
+            group["params"] = parameters
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for place, before in self._numbers:
+            for name in [name for name, value in place.items() if name not in before and _is_number(value)]:
+                del place[name]
+            for name, value in before.items():
+                if isinstance(value, Tensor) and isinstance(now := place.get(name), Tensor):
+                    now.copy_(value)
+                elif value is not _LEFT:
+                    place[name] = value
+
+
+_LEFT = object()
+"""Stands for what is no number."""
+
+
+def _places(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Where it and the optimizers inside of it keep numbers beside their state: each once."""
+    found, open_optimizers = dict[int, dict[str, Any]](), [optimizer]
+    while open_optimizers:
+        own = vars(open_optimizers.pop())
+        if id(own) not in found:
+            found |= {id(place): place for place in (own, *own.get("param_groups", ()))}
+            open_optimizers += [value for value in own.values() if isinstance(value, torch.optim.Optimizer)]
+    return list(found.values())
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return value is None or isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _kept(value: Any) -> Any:
+    if not _is_number(value):
+        return _LEFT
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 class ShownGroups:
     """Between two steps the groups of `optimizer`, which steps pieces of parameters, list the `whole` ones of the
     model: what a script does with a group's parameters, such as a clip by the norm of their gradients, is then what it

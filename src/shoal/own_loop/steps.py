@@ -32,6 +32,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.gradients.split_shells import SplitGradients, script_parameters
 from shoal.models.draw_watch import DrawWatch
+from shoal.own_loop.module_counts import ModuleCounts
 from shoal.own_loop.open_step import OpenStep, joint_outcome
 from shoal.own_loop.shown_optimizer import ShownGroups
 from shoal.own_loop.update import OnUpdate, Player
@@ -116,6 +117,7 @@ class OwnSteps:
         self._each = self._opened()
         self._weights = {each.holding.name: each.parameter for each in run.trained}
         self._told_of_weights = False
+        self._counts: ModuleCounts | None = ModuleCounts(run.model)
         self._leaving, self._after_step = False, after_step
         self._with_targets = not isinstance(run.workload.data.train, AsInputs)
 
@@ -157,6 +159,7 @@ class OwnSteps:
         if step.begun:
             self._compute.buffers.next_pass()
         for index, batch in enumerate(step.batches):
+            self._look_at_counts(step)
             step.enter(index, self._compute.prepared(batch))
             for player in self._players:
                 player.enter()
@@ -165,6 +168,8 @@ class OwnSteps:
                 yield self.given_of(step.microbatch.batch)
             step.check()
             self._look_at_weights(step)
+            if index == 1:
+                self._look_at_counts(step)
             computed = [player.leave() for player in self._players]
             if not any(computed):
                 raise UserCodeError(
@@ -212,6 +217,15 @@ class OwnSteps:
             f"step {step.work.step}: the loop wrote {written} behind {step.place}, and the next ones compute with "
             "other weights: the result depends on how a batch is divided. Write weights after an update: if run.update"
         )
+
+    def _look_at_counts(self, step: OpenStep) -> None:
+        """Warns once of a model that counts microbatches; in the first step that has several."""
+        if self._counts is None or len(step.batches) < 2:
+            return
+        if (said := self._counts.look()) is not None:
+            self._job.sinks.warn(f"step {step.work.step}: {said}")
+        if self._counts.is_over:
+            self._counts = None
 
     def given_of(self, batch: Batch) -> Any:
         """What the script gets of a batch: what its data set's samples are; of a source of Shoal's own inputs and

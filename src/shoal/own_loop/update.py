@@ -43,11 +43,18 @@ from shoal.gradients.partial_gradient import placeholder
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
 from shoal.optim.parts import SeesParts
-from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
+from shoal.own_loop.declaration import (
+    Declaration,
+    check_unchanged,
+    named,
+    numbers_of,
+    scheduled_in,
+    used_anywhere,
+)
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, check_loss
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.open_step import OpenStep, Update, counted, counts_of
-from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
+from shoal.own_loop.shown_optimizer import EmptyStep, ShownGroups, StepHooks
 from shoal.state import Owned
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
@@ -84,9 +91,8 @@ class Player:
         self._loss: float | Tensor = 0.0
         self._step: OpenStep | None = None
         self._agreed: AgreedUpdate | None = None
-        self._withheld: list[tuple[Parameter, Tensor | None]] = []
-        self._done: list[tuple[dict[str, Any], list[Parameter]]] = []
-        self._rates: list[float] = []
+        self._empty: EmptyStep | None = None
+        self._scheduled: list[tuple[str, float]] | None = None
         self._backwards = self._expecting_more = self._stepped = self._placed = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
         self._kind: LossKind | None = None
@@ -125,7 +131,7 @@ class Player:
         self.policy.begin(step.work)
         self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._kind = 0.0, 0.0, None
-        self._rates, self._leader, self._microbatches = [], self, 0
+        self._scheduled, self._leader, self._microbatches = None, self, 0
         self._seen = SeenGradients()  # the last gradients go before the next come, into whose memory they can
 
     def enter(self) -> None:
@@ -142,11 +148,8 @@ class Player:
             raise UserCodeError(
                 f"step {step.work.step}: backward(more=True) was the last for {step.place}; leave more=True out there"
             )
-        if self._rates and not step.is_last and self._rates != self._rates_now():
-            raise UserCodeError(
-                f"step {step.work.step}: the learning rate changed behind {step.place}, in the middle of an update; "
-                "step the scheduler after an update only: if run.update: scheduler.step()"
-            )
+        if not step.is_last:
+            self._check_schedule(f"behind {step.place}")
         return self._backwards
 
     def leave_step(self) -> bool:
@@ -154,9 +157,9 @@ class Player:
         gradients and has not.
         """
         step, self._step = self._opened(), None
-        if self._rates and self._agreed is None:
+        if self._scheduled is not None and self._agreed is None:
             self._check_whole(step)
-        if self._rates and self.outcome is None:
+        if self._scheduled is not None and self.outcome is None:
             raise UserCodeError(
                 f"step {step.work.step}: step() was not called for {step.place} on the optimizer that shoal.start was "
                 "given; call it after every backward() (it waits for the last microbatch by itself), or once behind "
@@ -193,7 +196,9 @@ class Player:
             self._own_weight += counts
             self._microbatches += 1
         self._backwards, self._expecting_more = True, more
-        self._rates = self._rates or self._rates_now()
+        self._check_schedule(f"before the backward() of {step.place}")
+        if self._scheduled is None:
+            self._scheduled = scheduled_in(self.optimizer.param_groups)
         self._loss = self._loss + counted(loss.detach(), counts)
         factor = step.factor(kind)
         total = loss if counts * factor == 1.0 else loss * (counts * factor)
@@ -250,7 +255,7 @@ class Player:
         )
         work = step.work
         own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
-        self.lr = self._rates_now()[0]
+        self.lr = float(self.optimizer.param_groups[0].get("lr", 0.0))
         over = self._denominator(step)
         terms = over if self._kind == "weighed" else None
         self._agreed = self.policy.agree(self._context, own, denominator=over, terms=terms)
@@ -330,22 +335,16 @@ class Player:
                 self._on_update(step.work.step, self.gradients.owned)
         updates = agreed is not None and agreed.committed
         if self._direct.step() if updates else self._direct.is_plain:
-            self._done = [(group, group["params"]) for group in optimizer.param_groups]
-            for group, _ in self._done:
-                group["params"] = []
+            self._empty = EmptyStep(optimizer, parameters=False)
         elif not updates:
-            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-            for parameter, _ in self._withheld:
-                parameter.grad = None
+            self._empty = EmptyStep(optimizer, parameters=True)
         return agreed
 
     def _give_back(self) -> None:
         """What the optimizer was not to see in its step."""
-        for parameter, gradient in self._withheld:
-            parameter.grad = gradient
-        for group, parameters in self._done:
-            group["params"] = parameters
-        self._withheld, self._done = [], []
+        if self._empty is not None:
+            self._empty.end()
+        self._empty = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.close()
@@ -385,8 +384,10 @@ class Player:
             raise UserCodeError("there is no batch: call backward() and step() inside the loop over batches()")
         return self._step
 
-    def _rates_now(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+    def _check_schedule(self, where: str) -> None:
+        """Raises `UserCodeError` where the loop takes microbatches for steps."""
+        if self._scheduled:
+            check_unchanged(self._scheduled, self.optimizer.param_groups, f"step {self._opened().work.step}", where)
 
     def _denominator(self, step: OpenStep) -> float | None:
         """The weight of the global batch, if the loop weighs, and 1 for a sum; None: losses were divided already."""
@@ -399,7 +400,7 @@ class Player:
 
     def _check_weights_of(self, step: OpenStep, leader: Player) -> None:
         """Raises `UserCodeError` where the step's gradient is not that of one loss and of one set of weights."""
-        if not self._rates:
+        if self._scheduled is None:
             self._leader, self._updates_before = leader, step.updates
         if self._leader is not leader:
             raise UserCodeError(
