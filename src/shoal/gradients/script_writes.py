@@ -125,8 +125,8 @@ class WrittenAlike:
         self._ranks, self._readings = ranks, 0
 
     def compare(self, placed: Sequence[Placed], *, always: bool = False) -> None:
-        """Raises `UserCodeError`, on every rank, with the first parameter that differs. `always`: at this reading in any
-        case, as where a script has asked for the whole to write into it.
+        """Raises `UserCodeError`, on every rank, with the first parameter that differs. `always`: at this reading in
+        any case, as where a script has asked for the whole to write into it.
         """
         self._readings += 1
         if self._ranks.size == 1 or not (always or compared(self._readings)):
