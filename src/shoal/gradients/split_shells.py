@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import Gradients, Measured, Tuned, VisibleGradients
+from shoal.gradients.gradients import Gradients, Tuned, VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient
 from shoal.gradients.units import ReleasedParameter, released
@@ -264,8 +264,11 @@ class SplitGradients:
     def scale(self, factor: float | Tensor) -> None:
         self._inner.scale(factor)
 
-    def measured(self) -> Measured:
+    def measured(self) -> Tensor:
         return self._inner.measured()
+
+    def clip(self, limit: float, *, believed: float, written: bool) -> float:
+        return self._inner.clip(limit, believed=believed, written=written)
 
     def expose(self, names: Collection[str]) -> None:
         self._inner.expose(names)
