@@ -25,6 +25,7 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.units import ReleasedParameter
 from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, SynchronisedBatchNorm
+from shoal.models.joint_commit import JointCommit
 
 
 class StepBuffers:
@@ -337,7 +338,7 @@ class StatisticsSync:
 
     def __init__(self, model: nn.Module, group: Collective) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, StepStatistics)]
-        self._group = group
+        self._group, self._joint = group, JointCommit.of(self._modules)
         self._totals: tuple[Tensor, ...] | None = None
         self._kept = False
 
@@ -346,11 +347,11 @@ class StatisticsSync:
         self._totals = ()
         if not self._modules:
             return
-        sums = [module.step_sums() for module in self._modules]
-        flat = torch.cat(sums)
+        sums = [] if self._joint is not None else [module.step_sums() for module in self._modules]
+        flat = torch.cat(sums) if self._joint is None else self._joint.gathered()
         if self._group.size > 1:
             self._group.all_reduce(flat).wait()
-        self._totals = flat.split([own.numel() for own in sums])
+        self._totals = (flat,) if self._joint is not None else flat.split([own.numel() for own in sums])
 
     def keep(self) -> None:
         """Before the end of a step that is committed: its sums go into the running statistics, which evaluations read.
@@ -365,8 +366,13 @@ class StatisticsSync:
         if committed and not self._kept:
             if self._totals is None:
                 self.sum()
-            for module, total in zip(self._modules, self._totals or (), strict=True):
-                module.commit_sums(total)
+            if self._joint is not None and self._totals:
+                self._joint(*self._totals)
+            elif self._joint is None:
+                for module, total in zip(self._modules, self._totals or (), strict=True):
+                    module.commit_sums(total)
+        elif self._joint is not None:
+            self._joint.discard_sums()
         else:
             for module in self._modules:
                 module.discard_sums()

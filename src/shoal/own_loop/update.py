@@ -339,9 +339,10 @@ class Player:
         self._withheld, self._done = [], []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping.close()
-        self._give_back()
-        if self._agreed is not None:
+        with self._stepping:  # all of this without the mode that keys what the loop draws
+            self._give_back()
+            if self._agreed is None:
+                return
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
             if self._opened().updated(committed=self.outcome.committed):
