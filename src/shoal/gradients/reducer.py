@@ -14,8 +14,8 @@ a script sees is a tensor of its own on that memory: one whose `.data` it replac
 Note: short gradients
 ---------------------
 A model has many, and what Python does for each takes longer than its copy. So hooks only note what is ready, until
-`TOGETHER_BYTES` of it wait or a bucket is full, and one call copies all of it. A bucket that is lent, or sent after
-every microbatch, takes each gradient at once: memory is short there, and a released parameter is slow to be asked.
+`TOGETHER_BYTES` of it wait or a bucket is full, and one call copies all of it. Buckets that are lent take each gradient
+at once: memory is short there, and a parameter that ZeRO-3 has released is slow to be asked.
 
 Note: `.grad` between two microbatches
 --------------------------------------
