@@ -181,6 +181,20 @@ def test_several_vectors_are_measured_and_multiplied_at_once() -> None:
     assert all(map(torch.equal, vectors, wanted))
 
 
+@kernels_built
+def test_several_vectors_are_measured_while_they_are_multiplied() -> None:
+    """The norm is that of before, and both are to the bit those of two passes."""
+    vectors = [numbers(numel, seed=numel) for numel in LENGTHS]
+    wanted = [vector.clone() for vector in vectors]
+    found, apart = vectors_in(vectors), vectors_in(wanted)
+    assert found is not None
+    assert apart is not None
+    norm = built().joint_norm(apart)
+    built().multiply(apart, 0.3)
+    assert built().multiply_measured(found, 0.3) == norm
+    assert all(map(torch.equal, vectors, wanted))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @kernels_built
 def test_the_norm_of_several_shows_what_is_not_finite(bad: float) -> None:

@@ -1,5 +1,8 @@
 """Errors of reading name the sample, and keep the user's own exception."""
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +11,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.batches import read_batch
 from shoal.data.collate import collate
-from shoal.data.inputs import AsInputs, rows_of
-from shoal.data.sample import Source, leaves
+from shoal.data.inputs import AsInputs, rows_of, side_by_side
+from shoal.data.sample import Batch, Source, leaves
 from shoal.errors import DataError, UserCodeError
 
 
@@ -106,3 +109,104 @@ def test_other_data_sets_are_read_sample_by_sample() -> None:
             read_batch(source, np.array([1]), np.array([0]), denominator="auto").batch.targets, 2 * x[:1]
         )
     assert rows_of(TensorDataset(nn.Parameter(x))) is None
+
+
+def alike() -> dict[str, list[Any]]:
+    """Items of one form."""
+    x = torch.randn(3, 2, 4)
+    arrays = [np.full((2, 2), number, dtype=np.uint8) for number in range(3)]
+    return {
+        "tensors": list(x),
+        "half of them": list(x.bfloat16()),
+        "with gradients": list(x.clone().requires_grad_()),
+        "channels last": list(torch.randn(3, 3, 2, 2).to(memory_format=torch.channels_last)),
+        "integers": [3, -(2**62), 5],
+        "floats": [0.1, float("inf"), -1e-40],
+        "booleans": [True, False, True],
+        "arrays": arrays,
+        "scalars of NumPy": [np.int64(3), np.int64(4), np.int64(5)],
+        "pairs": [(row, number) for number, row in enumerate(x)],
+        "mappings": [{"x": row, 7: (row[0], 1.5)} for row in x],
+        "deep": [({"x": {"y": (row, True)}}, arrays[0]) for row in x],
+        "one": [(x[0], 1)],
+    }
+
+
+def unlike() -> dict[str, list[Any]]:
+    """Items that are read one by one."""
+    x = torch.randn(3, 4)
+    return {
+        "kinds": [x[0], x[1].numpy(), x[2]],
+        "wide integers": [1, 2, 2**63 - 1, 2**63],
+        "wide floats": [np.zeros(2), np.ones(2)],
+        "wide scalars": [np.float64(1.0), np.float64(2.0)],
+        "other byte order": [np.zeros(2, dtype=">i8"), np.ones(2, dtype=">i8")],
+        "texts": ["a", "b"],
+        "nothing": [None, None],
+        "nothing within": [(x[0], None), (x[1], None)],
+        "subclasses": [nn.Parameter(x[0]), nn.Parameter(x[1])],
+        "empty": [(), ()],
+    }
+
+
+@pytest.mark.parametrize("kind", alike())
+def test_items_of_one_form_are_put_side_by_side_at_once_as_one_by_one(kind: str) -> None:
+    """The same batch to the bit, in the same types, whether items are inputs alone or stand beside a target."""
+    items = alike()[kind]
+    ids = np.arange(len(items))
+    assert side_by_side(items) is not None
+    for source in (AsInputs(items), [(item, index) for index, item in enumerate(items)]):
+        wanted = collate([source[index] for index in range(len(items))], ids)
+        same(read_batch(source, ids, ids, denominator="auto").batch, wanted)
+
+
+@pytest.mark.parametrize("kind", unlike())
+def test_other_items_are_read_as_before(kind: str) -> None:
+    """The same batch, or the same refusal."""
+    items = unlike()[kind]
+    ids, source = np.arange(len(items)), AsInputs(items)
+    assert side_by_side(items) is None
+    try:
+        wanted = collate([source[index] for index in range(len(items))], ids)
+    except UserCodeError as refusal:
+        with pytest.raises(UserCodeError, match=re.escape(str(refusal))):
+            read_batch(source, ids, ids, denominator="auto")
+    else:
+        same(read_batch(source, ids, ids, denominator="auto").batch, wanted)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        pytest.param([(torch.zeros(2), [1, 2]), (torch.zeros(2), [1, 2])], id="a list among targets"),
+        pytest.param([[torch.zeros(2), 1], [torch.zeros(2), 1]], id="a list"),
+        pytest.param([(torch.zeros(2), 1), (torch.zeros(3), 1, 1.0)], id="one with weights"),
+        pytest.param([(torch.zeros(2), 1, -1.0), (torch.zeros(2), 1, 1.0)], id="a negative weight"),
+        pytest.param([torch.zeros(2), torch.zeros(2)], id="no targets"),
+    ],
+)
+def test_what_no_sample_may_be_is_refused_for_several_alike_too(items: list[Any]) -> None:
+    """In the words of one."""
+    ids = np.arange(2)
+    with pytest.raises(UserCodeError) as refusal:
+        collate(items, ids)
+    with pytest.raises(UserCodeError, match=re.escape(str(refusal.value))):
+        read_batch(items, ids, ids, denominator="auto")
+
+
+def same(found: Batch, wanted: Batch) -> None:
+    """To the bit, in structure and types too."""
+    assert form(found.inputs) == form(wanted.inputs)
+    assert form(found.targets) == form(wanted.targets)
+    ours, theirs = ([*leaves(each.inputs, each.targets), each.weights, each.positions] for each in (found, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert one.stride() == other.stride()
+        assert not one.requires_grad
+
+
+def form(tree: Any) -> Any:
+    """The structure alone."""
+    if isinstance(tree, dict):
+        return {key: form(branch) for key, branch in tree.items()}
+    return tuple(map(form, tree)) if isinstance(tree, tuple) else type(tree)

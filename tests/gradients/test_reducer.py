@@ -90,6 +90,40 @@ def test_unused_parameters_are_zero_and_pair_rightly(ranks) -> None:
     assert max(ranks(2, bucketed_against_naive, 1, 1, [False, False])) < SUM_ORDER
 
 
+def taken(together_bytes: int, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list]:
+    """Bytes of each copy of gradients into buckets, and the gradients, where so many bytes wait for others."""
+    monkeypatch.setattr("shoal.gradients.reducer.TOGETHER_BYTES", together_bytes)
+    net, copies, copy_all = Net(), [], torch._foreach_copy_
+
+    def counted(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        copies.append(sum(gradient.nbytes for gradient in gradients))
+        copy_all(places, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    reducer = reducer_of(net, Alone(), bucket_bytes=1 << 30, first_bucket_bytes=1 << 30)
+    reducer.start()
+    for index in range(microbatches):
+        with reducer.backward(last=index == microbatches - 1):
+            net(torch.full((1, 5), 0.1 * (index + 1)), branch=index != 1).backward()
+    reducer.finish()
+    monkeypatch.undo()
+    return copies, [parameter.grad for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_short_gradients_are_taken_together_as_one_by_one(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in fewer copies, of which none is long."""
+    every, one_by_one = taken(0, microbatches, monkeypatch)
+    some, in_parts = taken(2000, microbatches, monkeypatch)
+    whole, together = taken(1 << 20, microbatches, monkeypatch)
+    assert (len(every), len(whole)) == (10, 1)
+    assert len(whole) < len(some) < len(every)
+    assert sum(every) == sum(some) == sum(whole)
+    assert max(some) < 2000 + max(every)
+    for gradients in (in_parts, together):
+        assert all(map(torch.equal, gradients, one_by_one))
+
+
 def sent_calls(place, microbatches: int) -> int:
     mesh = replicas(place)
     net = Net()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.codec.kernels import Kernels, load_kernels
 from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing, UnsummedGradients, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.gradients import SPLIT, Gradients, norm_of_owned, scale_all
+from shoal.gradients.gradients import SPLIT, Gradients, VisibleGradients, norm_of_owned, scale_all
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.gradients.training import Net
 
+kernels_built = pytest.mark.skipif(load_kernels() is None, reason="Shoal was installed without a C compiler")
 NOISE = 1e-12
 """Relative, float64: sums in another order."""
 
@@ -56,6 +60,54 @@ def agreed(gradients: Gradients, model: nn.Module, *, wiping: bool = False) -> t
     gradients.scale(0.5)
     gradients.gather()
     return norm, first, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def measured_by(make: Callable[[nn.Module], Gradients]) -> tuple[nn.Module, VisibleGradients, float]:
+    """A float32 model, its gradients, and their norm."""
+    torch.manual_seed(0)
+    model = Net()
+    gradients = make(model)
+    assert isinstance(gradients, VisibleGradients)
+    gradients.start()
+    with gradients.backward(last=True):
+        model(torch.zeros(2, 4, dtype=torch.int64)).square().sum().backward()
+    return model, gradients, float(gradients.reduce())
+
+
+def found_in(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@kernels_built
+@pytest.mark.parametrize("share", [1e-9, 0.5, 2.0])
+@pytest.mark.parametrize("make", ["unsummed", "bucketed"])
+def test_gradients_are_clipped_in_one_pass_as_in_two(make: str, share: float) -> None:
+    """The same bits and the same norm, whether they are measured while they are multiplied or before."""
+    once, twice = (measured_by({"unsummed": unsummed, "bucketed": bucketed}[make]) for _ in range(2))
+    with patch.object(Kernels, "joint_norm", autospec=True, side_effect=Kernels.joint_norm) as measured:
+        model, gradients, norm = once
+        assert gradients.clip(share * norm, believed=norm, written=False) == norm
+        assert measured.call_count == (share != 0.5)  # too small a factor, or none: no pass that writes
+        other, gradients, _ = twice
+        assert gradients.clip(share * norm, believed=norm, written=True) == norm
+        assert measured.call_count == (share != 0.5) + 1
+    assert all(map(torch.equal, found_in(model), found_in(other)))
+    assert float(gradients.measured()) == pytest.approx(min(share, 1.0) * norm, rel=1e-5)
+
+
+@kernels_built
+@pytest.mark.parametrize("by", [10.0, 0.3, 0.01, math.inf])
+def test_gradients_that_were_written_behind_all_versions_are_clipped_by_the_norm_that_they_have(by: float) -> None:
+    """The norm and, to a rounding, the gradients are those of two passes."""
+    (model, gradients, norm), (other, naive, _) = measured_by(unsummed), measured_by(unsummed)
+    for each in (model, other):
+        for parameter in each.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.mul_(by)
+    found = gradients.clip(0.1 * norm, believed=norm, written=False)
+    wanted = naive.clip(0.1 * norm, believed=norm, written=True)
+    assert found == wanted or (math.isnan(found) and math.isnan(wanted))
+    torch.testing.assert_close(found_in(model), found_in(other), rtol=3e-7, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "taken away", "replaced"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import nn
 from shoal.errors import UserCodeError
 from shoal.models import batch_norm
 from shoal.models.batch_norm import FUSED_GROUPS, GroupedBatchNorm, StepStatistics, with_grouped_norm
+from shoal.models.joint_commit import JointCommit
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.
@@ -231,3 +234,41 @@ def test_a_subclass_whose_own_would_be_left_out_is_refused(changed: str) -> None
             model(images(GROUP))
     else:
         model(images(GROUP))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_norms_take_their_sums_at_once_as_one_by_one(dtype: torch.dtype) -> None:
+    """The same bits, also of one that has seen nothing, and of one whose momentum has changed."""
+    torch.manual_seed(0)
+    norms = [GroupedBatchNorm(width, 2, momentum=0.1 * (1 + width), affine=width != 3) for width in (3, 1, 8)]
+    for norm in norms:
+        norm.running_mean, norm.running_var = norm.running_mean.to(dtype), norm.running_var.to(dtype)
+    others = copy.deepcopy(norms)
+    joint = JointCommit.of(norms)
+    assert joint is not None
+    for step in range(3):
+        for norm, other in zip(norms, others, strict=True):
+            for _ in range(0 if step == norm.channels else 2):
+                mean, var = torch.randn(norm.channels), torch.rand(norm.channels)
+                for each in (norm, other):
+                    each.add(mean, var, count=3)
+            norm.momentum = other.momentum = norm.momentum / (1 + step)
+        assert torch.equal(joint.gathered(), torch.cat([other.step_sums() for other in others]))
+        joint(joint.gathered())
+        for other in others:
+            other.commit_sums(other.step_sums())
+        for norm, other in zip(norms, others, strict=True):
+            for name, found in norm.named_buffers():
+                assert found.dtype == other.get_buffer(name).dtype
+                assert torch.equal(found, other.get_buffer(name)), (step, norm.channels, name)
+            assert not norm.totals.any()
+
+
+def test_a_module_with_statistics_of_its_own_takes_them_itself() -> None:
+    """Also among norms, or where a subclass commits otherwise."""
+
+    class Other(GroupedBatchNorm):
+        def commit_sums(self, total: torch.Tensor) -> None: ...
+
+    assert JointCommit.of([]) is None
+    assert JointCommit.of([GroupedBatchNorm(2, 2), Other(2, 2)]) is None

@@ -44,6 +44,7 @@ _FUNCTIONS = {
     "lars_step": (None, (c_void_p, c_void_p, *_VECTOR, c_float, c_float, c_float, c_float, c_int)),
     "squares": (c_double, (c_void_p, *_VECTOR)),
     "multiply": (None, (c_void_p, *_VECTOR, c_float)),
+    "multiply_measured": (c_double, (c_void_p, *_VECTOR, c_float)),
     "mask": (None, (*_VECTOR, c_uint64, *_VECTOR, c_uint64, c_int64, c_float, c_void_p)),
     "bits": (None, (*_VECTOR, c_uint64, *_VECTOR, c_uint64, c_void_p)),
     "uniform32": (None, (*_VECTOR, c_uint64, c_void_p)),
@@ -218,6 +219,10 @@ class Kernels:
     def multiply(self, vectors: Vectors, factor: float) -> None:
         """Multiplies all of them in place. Autograd does not see it: whoever calls this says so."""
         self._library.shoal_codec_multiply(*vectors.arguments(), factor)
+
+    def multiply_measured(self, vectors: Vectors, factor: float) -> float:
+        """Both in one pass: multiplies all of them, and returns the `joint_norm` that they had before."""
+        return math.sqrt(self._library.shoal_codec_multiply_measured(*vectors.arguments(), factor))
 
     def mask(self, keys: Tensor, layer: int, first: Tensor, out: Tensor, *, least: int, kept: float) -> None:
         """Writes `out`, `[samples, rows, numel]`: `kept` where `bits(bits(keys, layer), first + i)` is `least` or more,

@@ -23,7 +23,7 @@ from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
-from shoal.data.inputs import rows_of
+from shoal.data.inputs import AsInputs, rows_of, side_by_side
 from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
@@ -203,6 +203,8 @@ def read_batch(
         return _read_collated(
             cast(Collates, source), ids, positions, denominator=denominator, changed=changed, began=began
         )
+    if (changed is None or not changed[0].changes) and not isinstance(source, SkipsSamples):
+        return BatchRead(_read_items(source, ids, positions, denominator=denominator, changed=changed, began=began))
     samples: list[Sample | None] = []
     skipped: list[str] = []
     for place, index in enumerate(ids.tolist()):
@@ -218,6 +220,41 @@ def read_batch(
     filled = _filled(source, ids, samples) if skipped else samples
     batch = _guarded(partial(collate, positions=positions, denominator=denominator), filled, where=whole)
     return BatchRead(_without_weight(batch, samples) if skipped else batch, tuple(skipped))
+
+
+def _read_items(
+    source: Source,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    *,
+    denominator: Denominator,
+    changed: tuple[Augmentation, np.ndarray] | None,
+    began: Callable[[Where], object],
+) -> Batch:
+    """Items as the source returns them, put side by side at once where they are alike, else sample by sample."""
+    own = source if type(source) is AsInputs else None
+    read = source.__getitem__ if own is None else own.source.__getitem__
+    places = [partial(_where_at, ids, positions, place) for place in range(len(ids))]
+    items = []
+    for place, (index, where) in enumerate(zip(ids.tolist(), places, strict=True)):
+        began(where)
+        seeded = read if changed is None else partial(_read_item, read, _augmented(changed, place))
+        items.append(_guarded(seeded, index, where=where))
+    whole = partial(where_of, ids, positions)
+    stacked = _stacked(items) if own is None else own.stacked(items)
+    if stacked is not None:
+        return _guarded(partial(collate_stacked, positions=positions, denominator=denominator), stacked, where=whole)
+    parse = parse_sample if own is None else own.sample_of
+    samples = [_guarded(parse, item, where=where) for item, where in zip(items, places, strict=True)]
+    return _guarded(partial(collate, positions=positions, denominator=denominator), samples, where=whole)
+
+
+def _stacked(items: Sequence[Any]) -> Sample | None:
+    """Pairs of inputs and targets; None where they are not alike, or something else."""
+    if set(map(type, items)) != {tuple} or set(map(len, items)) != {2}:
+        return None
+    inputs, targets = (side_by_side(part, lists=False) for part in zip(*items, strict=True))
+    return None if inputs is None or targets is None else Sample(inputs, targets, None)
 
 
 def _read_collated(
@@ -302,6 +339,11 @@ def _guarded(function: Any, argument: Any, *, where: Where) -> Any:
             f"{where()}: the data source raised {type(error).__name__}: {error}. Mend the sample or the code "
             "that reads it."
         ) from error
+
+
+def _where_at(ids: np.ndarray, positions: np.ndarray, place: int) -> str:
+    """The sample at this place of a batch."""
+    return where_of(ids[place : place + 1], positions[place : place + 1])
 
 
 def where_of(ids: np.ndarray, positions: np.ndarray) -> str:

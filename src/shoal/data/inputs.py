@@ -8,8 +8,8 @@ import base64
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from shoal.data.sample import Sample, Source, as_tree
+from shoal.data.sample import Sample, Source, Tree, as_tree
 from shoal.errors import UserCodeError
 
 # Data sets of a user's own loop: whatever a sample is, it is all inputs, and what is a target the loop knows.
@@ -230,13 +230,66 @@ class AsInputs:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
-        item = self.source[index]
+        return self.sample_of(self.source[index])
+
+    def sample_of(self, item: Any) -> Sample:
+        """What the source has returned."""
         inputs = as_tree(item if item is None else hosted(item), "sample")  # None is a part, but no sample
         return Sample(inputs, *_COUNTS_ONCE, pads=False)
+
+    def stacked(self, items: Sequence[Any]) -> Sample | None:
+        """What the source has returned of several; None where they are not alike (`side_by_side`)."""
+        inputs = side_by_side(items)
+        return None if inputs is None else _all_inputs(inputs, len(items))
 
 
 _COUNTS_ONCE = (torch.zeros((), dtype=torch.int64), torch.ones(()))
 """Targets and weights of a sample that is all inputs."""
+
+# Samples of one form are put side by side as a `DataLoader` does it: a stack for each leaf. To make a tree of tensors
+# of each sample, and then a batch of the trees, takes Python longer than the stacks, and longer than many a data set
+# takes to make a sample.
+
+
+_NUMBERS = frozenset(map(np.dtype, ("float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")))
+"""Types of NumPy's that stay as they are."""
+_form_of = attrgetter("shape", "dtype")
+
+
+def side_by_side(items: Sequence[Any], *, lists: bool = True) -> Tree | None:
+    """What `hosted` and `as_tree` make of `items` one by one, with a new leading dim; None where they are not all of
+    one form, or hold anything but plain tensors, arrays and numbers. `lists` count as tuples, or they are none.
+    """
+    kinds, first = set(map(type, items)), items[0]
+    if len(kinds) > 1:
+        return None
+    kind = kinds.pop()
+    if kind is Tensor:
+        return torch.stack([*items]).detach() if len(set(map(_form_of, items))) == 1 else None
+    if kind is float:
+        return torch.from_numpy(np.array(items, dtype=np.float32))
+    if kind is bool or kind is int:
+        numbers = np.array(items)
+        return torch.from_numpy(numbers) if numbers.dtype in _NUMBERS else None
+    if kind is np.ndarray or issubclass(kind, np.generic):
+        alike = first.dtype in _NUMBERS and len(set(map(_form_of, items))) == 1
+        return torch.from_numpy(np.stack(items)) if alike else None
+    if kind is dict and first and all(each.keys() == first.keys() for each in items):
+        branches = _each_side_by_side(([each[key] for each in items] for key in first), lists=lists)
+        return None if branches is None else dict(zip(map(str, first), branches, strict=True))
+    if (kind is tuple or (kind is list and lists)) and first and len(set(map(len, items))) == 1:
+        return _each_side_by_side(zip(*items, strict=True), lists=lists)
+    return None
+
+
+def _each_side_by_side(parts: Iterable[Sequence[Any]], *, lists: bool) -> tuple[Tree, ...] | None:
+    found = []
+    for part in parts:
+        if (branch := side_by_side(part, lists=lists)) is None:
+            return None
+        found.append(branch)
+    return tuple(found)
+
 
 Rows = Callable[[np.ndarray], Any]
 """From the ids of samples, int64 [samples], to these side by side."""

@@ -13,6 +13,8 @@ Modules that follow `StepStatistics` bring their own agreement: `StatisticsSync`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, getitem, is_not
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.units import ReleasedParameter
 from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, SynchronisedBatchNorm
+from shoal.models.joint_commit import JointCommit
 
 
 class StepBuffers:
@@ -42,7 +45,7 @@ class StepBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        self._start: dict[str, Tensor] = {}
+        self._watch({})
         self._before_pass: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
@@ -63,15 +66,25 @@ class StepBuffers:
         owner, attribute = self._places[name]
         return owner[attribute]
 
+    def _watch(self, start: dict[str, Tensor]) -> None:
+        """`start` is what is watched from now on, as the step found it."""
+        places = [self._places[name] for name in start]
+        self._start, self._forms = start, list(map(_form_of, start.values()))
+        self._owners, self._keys = [owner for owner, _ in places], [key for _, key in places]
+
+    def _all_now(self) -> list[Tensor]:
+        """What is there under all watched names, without a call for each: a batch norm has three."""
+        return list(map(getitem, self._owners, self._keys))
+
     def start(self) -> None:
         """A step begins."""
         if not self._steps:
             self._places = places = dict(_places(self._model))
             beside = {name: name.removesuffix(own) + "num_batches_tracked" for name, (_, own) in places.items()}
             self._counters = {name: counter for name, counter in beside.items() if counter in places}
-            self._start = {name: self.now(name).detach().clone() for name in self._places}
+            self._watch({name: self.now(name).detach().clone() for name in self._places})
         self._copy_moving(back=False)
-        self._versions = {name: self.now(name)._version for name in self._start}
+        self._versions = dict(zip(self._start, map(_version_of, self._all_now()), strict=True))
         self._after_first, self._forwards, self._looked, self.of_samples = {}, 0, False, None
         self._before_pass = {}
         self._steps += 1
@@ -88,8 +101,8 @@ class StepBuffers:
     @torch.no_grad()
     def refresh(self) -> None:
         """Between two steps something else, such as an evaluation, may have changed it: the next step starts there."""
-        for name in self._comparable():
-            self._start[name].copy_(self.now(name))
+        for name, tensor in self._comparable().items():
+            self._start[name].copy_(tensor)
 
     def rewind(self) -> None:
         """Before each forward: back to the state with which the step began."""
@@ -103,8 +116,7 @@ class StepBuffers:
 
     @torch.no_grad()
     def _rewind(self) -> None:
-        for name in self._comparable():
-            tensor = self.now(name)
+        for name, tensor in self._comparable().items():
             touched, before = name in self.moving or self._written(name, tensor), self._before(name)
             if touched and not _same(tensor, before):
                 self._compare_forwards(name, tensor)
@@ -116,8 +128,8 @@ class StepBuffers:
         """Since `rewind`, has nobody written what moves, such as a script that calls a part of its model?"""
         if _versions_of(self._totals()) != self._gathered_versions:
             return False
-        now = {name: self.now(name) for name in self._comparable()} if self.moving else {}
-        if any(tensor._version != self._versions.get(name) for name, tensor in now.items()):
+        now = self._comparable() if self.moving else {}
+        if list(map(_version_of, now.values())) != list(map(self._versions.get, now)):
             return False
         return self._steps > self.WATCHED_STEPS or all(_same(now[name], self._before(name)) for name in now)
 
@@ -126,8 +138,8 @@ class StepBuffers:
         """The forward that has just been computed does not count: what it changed is as it was before it."""
         if self._grouped:
             torch._foreach_copy_(self._totals(), self._gathered)  # pyright: ignore[reportPrivateImportUsage]
-        for name in self._comparable():
-            tensor, before = self.now(name), self._before(name)
+        for name, tensor in self._comparable().items():
+            before = self._before(name)
             if not _same(tensor, before):
                 tensor.copy_(before)
                 self._versions[name] = tensor._version
@@ -140,12 +152,13 @@ class StepBuffers:
 
     @torch.no_grad()
     def _look(self) -> None:
-        self._start = {name: self._start[name] for name in self._comparable()}
-        for name, start in self._start.items():
-            if self._forwards <= 1 and name in self.moving:
-                continue  # there is no other forward to compare it with
-            tensor = self.now(name)
-            if not self._untouched(name, tensor) and not _same(tensor, start):
+        now = self._comparable()
+        if len(now) < len(self._start):
+            self._watch({name: self._start[name] for name in now})
+        known = self.moving if self._forwards <= 1 else ()  # there is no other forward to compare it with
+        for name in [name for name in now if name not in known]:
+            tensor = now[name]
+            if not self._untouched(name, tensor) and not _same(tensor, self._start[name]):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
 
@@ -156,14 +169,14 @@ class StepBuffers:
             self._copy_moving(back=True)
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
-            self._start = {name: start for name, start in self._start.items() if name not in still}
+            self._watch({name: start for name, start in self._start.items() if name not in still})
 
     @torch.no_grad()
     def _copy_moving(self, *, back: bool) -> None:
         """To where the step begins, or `back` to that, in one call: there may be three for each batch norm."""
-        names = [name for name in self._start if name in self.moving]
-        if names:
-            start, now = [self._start[name] for name in names], [self.now(name) for name in names]
+        moves = list(map(self.moving.__contains__, self._start))
+        if any(moves):
+            start, now = list(compress(self._start.values(), moves)), list(compress(self._all_now(), moves))
             read, written = (start, now) if back else (now, start)
             torch._foreach_copy_(written, read)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -196,9 +209,13 @@ class StepBuffers:
         if not _same(self._after_first.setdefault(name, tensor.detach().clone()), tensor):
             self.of_samples = name
 
-    def _comparable(self) -> list[str]:
-        """The names of what is no cache."""
-        return [name for name, start in self._start.items() if _alike(self.now(name), start)]
+    def _comparable(self) -> dict[str, Tensor]:
+        """What is there now, by name, without caches."""
+        now = self._all_now()
+        if all(map(is_not, now, repeat(None))) and list(map(_form_of, now)) == self._forms:
+            return dict(zip(self._start, now, strict=True))
+        both = zip(self._start.items(), now, strict=True)
+        return {name: tensor for (name, start), tensor in both if _alike(tensor, start)}
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
@@ -219,8 +236,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str]]
                 yield f"{prefix}{name}", (module._parameters, name)  # type: ignore[misc]
 
 
+_version_of, _form_of = attrgetter("_version"), attrgetter("shape", "dtype")
+
+
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    return list(map(_version_of, tensors))
 
 
 def _alike(tensor: Tensor | None, start: Tensor) -> bool:
@@ -318,7 +338,7 @@ class StatisticsSync:
 
     def __init__(self, model: nn.Module, group: Collective) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, StepStatistics)]
-        self._group = group
+        self._group, self._joint = group, JointCommit.of(self._modules)
         self._totals: tuple[Tensor, ...] | None = None
         self._kept = False
 
@@ -327,11 +347,11 @@ class StatisticsSync:
         self._totals = ()
         if not self._modules:
             return
-        sums = [module.step_sums() for module in self._modules]
-        flat = torch.cat(sums)
+        sums = [] if self._joint is not None else [module.step_sums() for module in self._modules]
+        flat = torch.cat(sums) if self._joint is None else self._joint.gathered()
         if self._group.size > 1:
             self._group.all_reduce(flat).wait()
-        self._totals = flat.split([own.numel() for own in sums])
+        self._totals = (flat,) if self._joint is not None else flat.split([own.numel() for own in sums])
 
     def keep(self) -> None:
         """Before the end of a step that is committed: its sums go into the running statistics, which evaluations read.
@@ -346,8 +366,13 @@ class StatisticsSync:
         if committed and not self._kept:
             if self._totals is None:
                 self.sum()
-            for module, total in zip(self._modules, self._totals or (), strict=True):
-                module.commit_sums(total)
+            if self._joint is not None and self._totals:
+                self._joint(*self._totals)
+            elif self._joint is None:
+                for module, total in zip(self._modules, self._totals or (), strict=True):
+                    module.commit_sums(total)
+        elif self._joint is not None:
+            self._joint.discard_sums()
         else:
             for module in self._modules:
                 module.discard_sums()

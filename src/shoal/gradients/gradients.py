@@ -13,6 +13,7 @@ Which ranks sum a gradient is the choice of `[sync]`: the ranks of all replicas,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -103,13 +104,17 @@ class Gradients(Protocol):
         ...
 
 
-class Measured(NamedTuple):
-    """Gradients as they are: their 2-norm, that of the whole model, a scalar; and what multiplies them in place, to be
-    called before anything else happens to them.
-    """
+CLIP_EPS = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
+ROUNDING = 1e-6
+"""Relative: two sums of the same float32 squares, in two orders."""
+LEAST_AT_ONCE = 2.0**-20
+"""Gradients are measured and multiplied in one pass by no smaller factor, which would lose bits of small numbers."""
 
-    norm: Tensor
-    scale: Callable[[float], None]
+
+def clip_factor(limit: float, norm: float) -> float:
+    """What a gradient of this 2-norm is multiplied by, so that it has at most that of the `limit`."""
+    return min(1.0, limit / (norm + CLIP_EPS))
 
 
 @runtime_checkable
@@ -126,8 +131,19 @@ class VisibleGradients(Gradients, Protocol):
         """Whether the optimizers of several ranks have pieces of the gradient."""
         ...
 
-    def measured(self) -> Measured:
-        """The owned `.grad` as they are now. Every rank calls it where the gradient is divided."""
+    def measured(self) -> Tensor:
+        """The 2-norm of the owned `.grad` as they are now, that of the whole model, a scalar. Every rank calls it where
+        the gradient is divided.
+        """
+        ...
+
+    def clip(self, limit: float, *, believed: float, written: bool) -> float:
+        """Scales the owned `.grad` as they are now down to the 2-norm `limit`, by `clip_factor`; the norm that they
+        had. Every rank calls it where the gradient is divided.
+
+        `believed` is the norm that they had when it was last known. Not `written`: no tensor's version says that they
+        were written to since, which can still have been done, as through `.data` or NumPy.
+        """
         ...
 
     def expose(self, names: Collection[str]) -> None:
@@ -176,15 +192,39 @@ class OverReplica:
         """Those of `owned` that this rank counts, where ranks of its replica hold the same numbers."""
         return [each for each in self.owned if is_counted(each)]
 
-    def measured(self) -> Measured:
+    def measured(self) -> Tensor:
         """See `VisibleGradients`."""
         own = _gradients_in(self.owned)
+        return self._norm_now(own, self._in_loops(own))
+
+    def clip(self, limit: float, *, believed: float, written: bool) -> float:
+        """See `VisibleGradients`. What nobody has written is read once: it is multiplied while it is measured."""
+        own = _gradients_in(self.owned)
+        found, factor = self._in_loops(own), clip_factor(limit, believed)
+        at_once = not (written or self.divided) and LEAST_AT_ONCE <= factor < 1.0
+        if at_once and found is not None and not found.long:
+            now = found.scale_measured(factor)
+            if math.isclose(now, believed, rel_tol=ROUNDING):
+                return believed
+            found.scale(clip_factor(limit, now) / factor)  # written after all; rounded twice
+            return now
+        now = float(self._norm_now(own, found))
+        norm = believed if math.isclose(now, believed, rel_tol=ROUNDING) else now
+        if (factor := clip_factor(limit, norm)) < 1.0:
+            scale = partial(scale_all, own) if found is None else found.scale
+            scale(factor)
+        return norm
+
+    def _in_loops(self, own: Sequence[Tensor]) -> InLoops | None:
+        """What goes through all of them, where this rank counts all."""
+        return InLoops.found(own) if len(self._counted_here) == len(self.owned) else None
+
+    def _norm_now(self, own: Sequence[Tensor], found: InLoops | None) -> Tensor:
         if len(self._counted_here) < len(self.owned):
-            norm, scale = norm_of_owned(self._counted_here), partial(scale_all, own)
+            norm = norm_of_owned(self._counted_here)
         else:
-            found = InLoops.found(own)
-            norm, scale = (_norm_of(own), partial(scale_all, own)) if found is None else (found.norm(), found.scale)
-        return Measured(global_norm(norm, self._replica, device=self._device), scale)
+            norm = _norm_of(own) if found is None else found.norm()
+        return global_norm(norm, self._replica, device=self._device)
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what the optimizer sees: what was masked or taken away since `reduce` stays so."""
@@ -258,6 +298,12 @@ class InLoops(NamedTuple):
         """Their joint 2-norm, a float64 scalar."""
         norm = torch.tensor(self.kernels.joint_norm(self.vectors), dtype=torch.float64, device="cpu")
         return torch.hypot(norm, joint_norm(self.long)) if self.long else norm
+
+    def scale_measured(self, factor: float) -> float:
+        """Multiplies all of them, of which none is long, in the pass that takes the norm that they had."""
+        norm = self.kernels.multiply_measured(self.vectors, factor)
+        increment_version(self.short)
+        return norm
 
     def scale(self, factor: float) -> None:
         """Multiplies all of them in place."""

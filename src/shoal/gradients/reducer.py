@@ -11,6 +11,12 @@ microbatches then accumulate straight into the bucket. That is one pass over mem
 bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again. The `.grad` that
 a script sees is a tensor of its own on that memory: one whose `.data` it replaces is not the bucket's.
 
+Note: short gradients
+---------------------
+A model has many, and what Python does for each takes longer than its copy. So hooks only note what is ready, until
+`TOGETHER_BYTES` of it wait or a bucket is full, and one call copies all of it. Buckets that are lent take each gradient
+at once: memory is short there, and a parameter that ZeRO-3 has released is slow to be asked.
+
 Note: `.grad` between two microbatches
 --------------------------------------
 It is None, and the sum lies in the bucket alone: a script that calls `zero_grad` after every backward, in whichever
@@ -38,6 +44,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -46,8 +54,12 @@ from torch.nn import Parameter
 from shoal.errors import UserCodeError
 from shoal.gradients.bucket import Bucket
 from shoal.maths.norm import two_norm
+from shoal.state import gradients_of
 
+_requires_grad = attrgetter("requires_grad")
 _HELD = ContextVar("_HELD", default=False)
+TOGETHER_BYTES = 1 << 20
+"""Gradients wait for others until they have so many bytes."""
 
 
 @contextmanager
@@ -129,9 +141,14 @@ class Reducer:
     used: set[int] = field(default_factory=set, init=False)
     _filled: set[int] = field(default_factory=set, init=False)
     _fired: set[int] = field(default_factory=set, init=False)
+    _ready: list[int] = field(default_factory=list, init=False)
+    _ready_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._home = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        self._of_bucket = [[self.parameters[index][1] for index in bucket.indices] for bucket in self.buckets]
+        self._together_bytes = TOGETHER_BYTES if all(bucket.keeps for bucket in self.buckets) else 0
+        self._all = [parameter for _, parameter in self.parameters]
         self._sending = self._taking = False
         self._next = 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, (_, p) in enumerate(self.parameters)]
@@ -158,6 +175,7 @@ class Reducer:
         self._sending, self._taking = (last or self.eager) and not _HELD.get(), True
         try:
             yield
+            self._take_ready()
         finally:
             self._sending = self._taking = False
         if last:
@@ -207,13 +225,15 @@ class Reducer:
         return frozenset(self.parameters[index][0] for index in self.used)
 
     def _begin(self) -> None:
-        self._next = 0
+        self._next, self._ready, self._ready_bytes = 0, [], 0
         self._fired.clear()
-        for bucket in self.buckets:
-            bucket.missing = sum(self.parameters[index][1].requires_grad for index in bucket.indices)
+        for bucket, parameters in zip(self.buckets, self._of_bucket, strict=True):
+            bucket.missing = sum(map(_requires_grad, parameters))
 
     def _show_sums(self) -> None:
         """Makes `.grad` what autograd is to add to: the sum of the microbatches before, or nothing."""
+        if not (self._filled or any(map(is_not, gradients_of(self._all), repeat(None)))):
+            return
         for index, (name, parameter) in enumerate(self.parameters):
             if parameter.grad is not None:
                 check_empty(name, parameter.grad)
@@ -226,16 +246,16 @@ class Reducer:
         reducer = weakref.ref(self)
 
         def filled(parameter: Parameter) -> None:
-            if (alive := reducer()) is not None:
+            if (alive := reducer()) is not None and alive._taking:
                 alive._filled_by_backward(index, parameter)
 
         return filled
 
     def _filled_by_backward(self, index: int, parameter: Parameter) -> None:
-        if not self._taking:
-            return
-        bucket = self._home[index]
-        self._take(index, parameter, bucket)
+        self._ready.append(index)
+        self._ready_bytes += parameter.nbytes
+        if self._ready_bytes >= self._together_bytes:
+            self._take_ready()
         if index in self._fired:
             raise UserCodeError(
                 f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
@@ -243,26 +263,46 @@ class Reducer:
             )
         self._fired.add(index)
         if self._sending:
+            bucket = self._home[index]
             bucket.missing -= 1
             if bucket.missing == 0:
+                self._take_ready()
                 self._send_full()
 
-    def _take(self, index: int, parameter: Parameter, bucket: Bucket) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if gradient.is_sparse:
-            name = self.parameters[index][0]
-            raise UserCodeError(
-                f"the gradient of {name} is sparse; gradients must be dense: build the module with sparse=False"
-            )
-        self.used.add(index)
-        place = bucket.slice(index)
-        if gradient.data_ptr() == place.data_ptr():
-            return
-        place.copy_(gradient) if index not in self._filled else place.add_(gradient)
-        parameter.grad = place.detach() if bucket.keeps else None
-        self._filled.add(index)
+    def _take_ready(self) -> None:
+        """All that the hooks have noted."""
+        if self._ready:
+            ready, self._ready, self._ready_bytes = self._ready, [], 0
+            self._take(ready)
+
+    def _take(self, indices: Sequence[int]) -> None:
+        """Moves these gradients to where they belong: all that nothing was added to yet in one call."""
+        taken, gradients, places = [], [], []
+        for index in indices:
+            parameter, bucket = self._all[index], self._home[index]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                name = self.parameters[index][0]
+                raise UserCodeError(
+                    f"the gradient of {name} is sparse; gradients must be dense: build the module with sparse=False"
+                )
+            self.used.add(index)
+            place = bucket.slice(index)
+            if gradient.data_ptr() == place.data_ptr():
+                continue
+            taken.append((parameter, place, bucket.keeps))
+            if index in self._filled:
+                place.add_(gradient)
+                continue
+            gradients.append(gradient)
+            places.append(place)
+            self._filled.add(index)
+        if gradients:
+            torch._foreach_copy_(places, gradients)  # pyright: ignore[reportPrivateImportUsage]
+        for parameter, place, keeps in taken:
+            parameter.grad = place.detach() if keeps else None
 
     def _send_full(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
@@ -279,11 +319,10 @@ class Reducer:
             self._send(bucket)
 
     def _fill(self, index: int, bucket: Bucket) -> None:
-        parameter = self.parameters[index][1]
-        self._take(index, parameter, bucket)
+        self._take([index])
         if index not in self._filled:
             bucket.slice(index).zero_()
-            parameter.grad = bucket.slice(index).detach() if bucket.keeps else None
+            self._all[index].grad = bucket.slice(index).detach() if bucket.keeps else None
 
     def _look_at(self, indices: Collection[int]) -> None:
         """Takes the norms of gradients that nothing was added to yet, if they are wanted."""

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import Gradients, Measured, Tuned, VisibleGradients
+from shoal.gradients.gradients import Gradients, Tuned, VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient
 from shoal.gradients.units import ReleasedParameter, released
@@ -300,8 +300,11 @@ class SplitGradients:
     def scale(self, factor: float | Tensor) -> None:
         self.inner.scale(factor)
 
-    def measured(self) -> Measured:
+    def measured(self) -> Tensor:
         return self.inner.measured()
+
+    def clip(self, limit: float, *, believed: float, written: bool) -> float:
+        return self.inner.clip(limit, believed=believed, written=written)
 
     def expose(self, names: Collection[str]) -> None:
         self.inner.expose(names)

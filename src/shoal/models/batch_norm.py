@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,8 @@ class StepBatchNorm(nn.Module):
         if self.around is None:
             return self.normalisation(x)
         (layer,) = self.around
-        layer.training = self.training
+        if layer.training != self.training:
+            layer.training = self.training
         with _InPlaceOfBatchNorm(self, layer) as calls:
             y = layer(x)
         if calls.count != 1:
@@ -104,7 +105,8 @@ class StepBatchNorm(nn.Module):
         """`x` normalised, without what a layer `around` adds."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
-            return self.normalised(wide).to(x.dtype)
+            normalised = self.normalised(wide)
+            return normalised if wide is x else normalised.to(x.dtype)
         places = [1] * (x.ndim - 2)
         mean, var = (running.view(-1, *places) for running in (self.running_mean, self.running_var))
         return self.scaled(wide, mean, var, places).to(x.dtype)
@@ -145,8 +147,10 @@ class StepBatchNorm(nn.Module):
 
         A recomputed forward adds its sets twice, and their number too: the averages stay the same.
         """
-        sums = torch.cat((mean, unbiased)).to(torch.float64)
-        self.totals += torch.cat((sums.new_ones(1) * count, sums))
+        counts, means, variances = self.totals.split((1, self.channels, self.channels))
+        counts.add_(count)
+        means.add_(mean)
+        variances.add_(unbiased)
 
 
 _PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -165,19 +169,32 @@ class _InPlaceOfBatchNorm(TorchFunctionMode):
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         self.count += 1
-        call = _CALL.bind(*args, **(kwargs or {}))
-        call.apply_defaults()
-        given, layer = call.arguments, self.layer
-        same = given["weight"] is layer.weight and given["bias"] is layer.bias and given["eps"] == layer.eps
-        if not same or given["training"] != layer.training:
+        given, layer = _given(*args, **(kwargs or {})), self.layer
+        same = given.weight is layer.weight and given.bias is layer.bias and given.eps == layer.eps
+        if not same or given.training != layer.training:
             raise UserCodeError(
                 f"a {type(layer).__name__} calls F.batch_norm with another weight, bias, eps or training than its own, "
                 "and model.batch_norm would leave that out: use nn.BatchNorm2d itself, GroupNorm or LayerNorm"
             )
-        return self.norm.normalisation(given["input"])
+        return self.norm.normalisation(given.input)
 
 
-_CALL = inspect.signature(F.batch_norm)
+class _Given(NamedTuple):
+    """What `F.batch_norm` was given, of what decides its result."""
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    training: bool
+    eps: float
+
+
+def _given(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> _Given:  # fmt: skip
+    """Has the signature of `F.batch_norm`: Python binds arguments faster than `inspect`."""
+    return _Given(input, weight, bias, training, eps)
 
 
 def replace_norms(model: nn.Module, make: Callable[[_BatchNorm], StepBatchNorm]) -> None:
@@ -243,7 +260,7 @@ class GroupedBatchNorm(StepBatchNorm):
     def normalised(self, x: Tensor) -> Tensor:
         """Raises `ValueError` for a batch of incomplete groups."""
         count = self._groups_in(x)
-        if 0 < count <= FUSED_GROUPS and x[: self.group_samples, 0].numel() > 1:
+        if 0 < count <= FUSED_GROUPS and self.group_samples * math.prod(x.shape[2:]) > 1:
             return self._fused(x, count)
         groups = x.unflatten(0, (count, self.group_samples))
         var, mean = torch.var_mean(groups, dim=(1, *range(3, groups.ndim)), correction=0, keepdim=True)
@@ -256,14 +273,22 @@ class GroupedBatchNorm(StepBatchNorm):
         """Each group by PyTorch's kernel, in half the time of the operators; it leaves mean and unbiased variance
         behind, as running statistics of which one batch is the whole.
         """
-        weight, bias = (None if each is None else each.to(x.dtype) for each in (self.weight, self.bias))
+        weight, bias = self.weight, self.bias
+        if weight is not None and bias is not None and (weight.dtype, bias.dtype) != (x.dtype, x.dtype):
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        if count == 1:  # as always where a rank's samples are a group: there are many such layers
+            mean, var = x.new_zeros(2, self.channels).unbind()
+            enabled = torch.backends.cudnn.enabled
+            normalised = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, self.eps, enabled)
+            self.add(mean, var, count=1)
+            return normalised
         statistics = x.new_zeros(2, count, self.channels)
         normalised = [
             torch.batch_norm(group, weight, bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled)
-            for group, mean, var in zip((x,) if count == 1 else x.split(self.group_samples), *statistics, strict=True)
+            for group, mean, var in zip(x.split(self.group_samples), *statistics, strict=True)
         ]
-        self.add(*statistics.sum(1, dtype=torch.float64), count=count)
-        return normalised[0] if count == 1 else torch.cat(normalised)
+        self.add(*statistics.sum(1, dtype=torch.float64).unbind(), count=count)
+        return torch.cat(normalised)
 
     def _groups_in(self, x: Tensor) -> int:
         groups, left_over = divmod(x.shape[0], self.group_samples)

@@ -185,14 +185,9 @@ class KeyedDraws(TorchFunctionMode):
         else:
             self.__enter__()
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> AbstractContextManager[Any]:
         """Around a forward or a backward of the model."""
-        self.open()
-        try:
-            yield
-        finally:
-            self.__exit__(None, None, None)
+        return _Opened(self)
 
     def restart(self) -> None:
         """The forward that has been made so far does not count: another of the same samples follows."""
@@ -228,7 +223,8 @@ class KeyedDraws(TorchFunctionMode):
     def leave_loop(self) -> bool:
         """The loop calls its model, or what draws nothing that has to be keyed. Whether it runs on this thread."""
         self._loop, self._calls = self._calls[0], []
-        return self._left()
+        self._entered -= 1
+        return leave(self)
 
     def end_samples(self) -> None:
         """What the loop draws from here to the next forward is for weights and gradients, whatever its shape."""
@@ -282,12 +278,8 @@ class KeyedDraws(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._left()
-
-    def _left(self) -> bool:
-        """It is left: whether on the thread that had entered it."""
         self._entered -= 1
-        return leave(self)  # not so where the loop runs on another thread
+        leave(self)  # which does nothing where the loop runs on another thread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -413,8 +405,21 @@ class KeyedDraws(TorchFunctionMode):
         return extents_in(inner, self._sequence, inside, module=self._calls[-1].module)
 
 
+class _Opened:
+    """See `KeyedDraws.opened`. A class, as this and the next one are entered several times in a step."""
+
+    def __init__(self, draws: KeyedDraws) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._draws.open()
+
+    def __exit__(self, *_: object) -> None:
+        self._draws.__exit__(None, None, None)
+
+
 class _OutsideLoop:
-    """See `KeyedDraws.outside_loop`. A class, as there are several in every step."""
+    """See `KeyedDraws.outside_loop`."""
 
     def __init__(self, draws: KeyedDraws) -> None:
         self._draws = draws

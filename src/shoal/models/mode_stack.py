@@ -9,9 +9,16 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch._C import _get_dispatch_mode, _get_function_stack_at, _len_torch_function_stack, _TorchDispatchModeKey
+from torch._C import (
+    _get_dispatch_mode,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+    _TorchDispatchModeKey,
+)
 from torch._C._functorch import get_interpreter_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as entered_modes
 
 __all__ = ["enter_below", "entered_modes", "in_backward", "in_memory", "leave"]
@@ -24,25 +31,30 @@ def enter_below(mode: TorchFunctionMode) -> None:
     device, which has to be the lowest.
     """
     if _len_torch_function_stack() == 0:
-        _push_mode(mode)
+        _push_on_torch_function_stack(mode)
         return
-    above = [_pop_mode() for _ in entered_modes()]
+    above = [_pop_torch_function_stack() for _ in entered_modes()]
     if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
-        _push_mode(above.pop())
+        _push_on_torch_function_stack(above.pop())
     for each in (mode, *reversed(above)):
-        _push_mode(each)
+        _push_on_torch_function_stack(each)
 
 
 def leave(mode: TorchFunctionMode) -> bool:
     """Leaves `mode`, which others may lie above of. False where this thread has not entered it."""
     depth = _len_torch_function_stack()
-    if depth == 0 or (_get_function_stack_at(depth - 1) is not mode and mode not in entered_modes()):
+    if depth == 0:
+        return False
+    if _get_function_stack_at(depth - 1) is mode:  # as always, several times a step
+        _pop_torch_function_stack()
+        return True
+    if mode not in entered_modes():
         return False
     above = []
-    while (top := _pop_mode()) is not mode:
+    while (top := _pop_torch_function_stack()) is not mode:
         above.append(top)
     for each in reversed(above):
-        _push_mode(each)
+        _push_on_torch_function_stack(each)
     return True
 
 

@@ -15,7 +15,7 @@ has not said it is warned in its first step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -66,20 +66,25 @@ def check_loss(loss: Any) -> None:
     raise UserCodeError(f"the loss is {what}; backward() takes a scalar tensor that depends on the model")
 
 
-@contextmanager
-def one_pass(*, joined: bool) -> Iterator[None]:
+class one_pass:
     """Around the backward of a microbatch, of several losses if `joined`. Raises `UserCodeError` where the loop has
     changed what an earlier one of them needs.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not joined or "modified by an inplace operation" not in str(error):
-            raise
-        raise UserCodeError(
-            "the losses of this batch are computed together, by the backward() without more=True, and something that "
-            "an earlier one needs was changed in place meanwhile, as by label.fill_(0): make a new tensor there"
-        ) from error
+
+    def __init__(self, *, joined: bool) -> None:
+        self._joined = joined
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        changed = isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+        if self._joined and changed:
+            raise UserCodeError(
+                "the losses of this batch are computed together, by the backward() without more=True, and something "
+                "that an earlier one needs was changed in place meanwhile, as by label.fill_(0): make a new tensor "
+                "there"
+            ) from error
 
 
 def doubt(loss: Tensor, samples: int, kind: LossKind = "mean") -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -348,14 +348,9 @@ class DrawsBySample:
                 "it. Loop over the batches where backward() is called; Shoal reads ahead by itself (data.readers)"
             )
 
-    @contextmanager
-    def loop(self) -> Iterator[None]:
+    def loop(self) -> AbstractContextManager[None]:
         """Around what the loop does with a microbatch."""
-        self.enter_loop()
-        try:
-            yield
-        finally:
-            self.leave_loop()
+        return _Loop(self)
 
     def close(self) -> None:
         """Takes the hooks off the models."""
@@ -415,6 +410,19 @@ class DrawsBySample:
             self._sleeping.draws.__exit__(None, None, None)
         if forward.resume is not None:
             forward.resume()
+
+
+class _Loop:
+    """See `DrawsBySample.loop`. A class, as a step has no time for a generator of each."""
+
+    def __init__(self, draws: DrawsBySample) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._draws.enter_loop()
+
+    def __exit__(self, *_: object) -> None:
+        self._draws.leave_loop()
 
 
 class _Forward:

@@ -23,7 +23,6 @@ gradient that goes on behind another optimizer's update would be of two sets of 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from shoal.assembly.trainable import FrozenParameters, GradientHooks, TrainedSet
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import VisibleGradients
+from shoal.gradients.gradients import VisibleGradients, clip_factor
 from shoal.gradients.partial_gradient import placeholder
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
@@ -59,11 +58,6 @@ from shoal.state import Owned
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
 """Called with the number of the step, and with what this rank's optimizer is about to update."""
-
-ROUNDING = 1e-6
-"""Relative: two sums of the same float32 squares, in two orders."""
-CLIP_EPS = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
 
 
 class Player:
@@ -93,7 +87,7 @@ class Player:
         self._agreed: AgreedUpdate | None = None
         self._empty: EmptyStep | None = None
         self._scheduled: list[tuple[str, float]] | None = None
-        self._backwards = self._expecting_more = self._stepped = self._placed = False
+        self._backwards = self._expecting_more = self._stepped = self._placed = self._clips = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
         self._kind: LossKind | None = None
         self._own_weight, self._outcomes = 0.0, 0
@@ -231,13 +225,10 @@ class Player:
         if self.agreed() is None:
             return None
         self.gradients.accept()
-        measured = self.gradients.measured()  # anew: what is written through .data or NumPy shows nowhere else
-        found = float(measured.norm)
-        norm = self._norm if math.isclose(found, self._norm, rel_tol=ROUNDING) else found
-        factor = max_norm / (norm + CLIP_EPS)
-        if factor < 1.0:
-            measured.scale(factor)
-        self._remember(norm * min(factor, 1.0))
+        written = not self._clips or bool(self._written())
+        norm = self.gradients.clip(max_norm, believed=self._norm, written=written)
+        self._clips = True
+        self._remember(norm * clip_factor(max_norm, norm))
         return norm
 
     def agree(self, hooked: Sequence[str]) -> None:
@@ -270,7 +261,7 @@ class Player:
             self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
             if changed or self.gradients.divided:
                 self.gradients.accept()
-                self._agreed = replace(self._agreed, norm=float(self.gradients.measured().norm))
+                self._agreed = replace(self._agreed, norm=float(self.gradients.measured()))
         self._remember(self._agreed.norm)
         if step.has_gradient():
             self._randomness.end_samples()
@@ -347,23 +338,30 @@ class Player:
         self._empty = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping.close()
-        self._give_back()
-        if self._agreed is not None:
+        with self._stepping:  # all of this without the mode that keys what the loop draws
+            self._give_back()
+            if self._agreed is None:
+                return
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
             if self._opened().updated(committed=self.outcome.committed):
                 self._context.keep_statistics()
 
     def _remember(self, norm: float) -> None:
-        """The gradient as it is now, and its 2-norm; on one rank that alone, as there is no other to do alike."""
+        """The gradient as it is now, and its 2-norm; on one rank that alone, as there is no other to do alike, unless
+        the loop clips.
+        """
         self._norm = norm
-        if not self._alone:
+        if self._clips or not self._alone:
             self._seen = SeenGradients.now(self.inputs)
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        return [list(self._trained)[index] for index in SeenGradients.now(self.inputs).changed(self._seen)]
+        return [list(self._trained)[index] for index in self._written()]
+
+    def _written(self) -> Sequence[int]:
+        """The same as places among the `inputs`."""
+        return SeenGradients.now(self.inputs).changed(self._seen)
 
     def _decisions(self) -> list[str]:
         """What all ranks have to decide alike."""

@@ -298,3 +298,29 @@ CLONES static void multiply(float *x, uint64_t n, float factor) {
 EXPORT void shoal_codec_multiply(float *const *places, const uint64_t *sizes, uint64_t vectors, float factor) {
     for (uint64_t v = 0; v < vectors; v++) multiply(places[v], sizes[v], factor);
 }
+
+/* Both in one pass over memory: the sum of the squares that were there before, to the bit what `squares` gives. */
+CLONES static double multiply_measured(float *x, uint64_t n, float factor) {
+    double part[LANES] = {0}, total = 0;
+    uint64_t whole = n - n % LANES;
+    for (uint64_t i = 0; i < whole; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float was = x[i + lane];
+            part[lane] += SQUARE((double)was);
+            x[i + lane] = was * factor;
+        }
+    for (uint64_t i = whole; i < n; i++) {
+        float was = x[i];
+        part[i - whole] += SQUARE((double)was);
+        x[i] = was * factor;
+    }
+    for (int lane = 0; lane < LANES; lane++) total += part[lane];
+    return total;
+}
+
+EXPORT double shoal_codec_multiply_measured(float *const *places, const uint64_t *sizes, uint64_t vectors,
+                                            float factor) {
+    double total = 0;
+    for (uint64_t v = 0; v < vectors; v++) total += multiply_measured(places[v], sizes[v], factor);
+    return total;
+}
