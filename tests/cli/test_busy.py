@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli.arguments import Verbs, busy
+from shoal.cli.arguments import Verbs
+from shoal.observe.busy import busy
 from tests.waiting import HANG_S, NEVER_S
 
 

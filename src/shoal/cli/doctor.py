@@ -17,8 +17,9 @@ import msgspec
 import typer
 
 from shoal import units
-from shoal.cli.arguments import AsJson, busy, output_file
+from shoal.cli.arguments import AsJson, output_file
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

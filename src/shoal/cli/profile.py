@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides, busy, lab_at, output_file
+from shoal.cli.arguments import AsJson, ScriptOverrides, lab_at, output_file
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

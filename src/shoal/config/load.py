@@ -17,11 +17,13 @@ import msgspec
 import tomli_w
 
 from shoal.config.check import (
+    MOST_PLACES,
     Key,
     Table,
     checked,
     choices_of,
     keys_of,
+    places_of,
     shown,
     table_for,
     takes,
@@ -95,7 +97,7 @@ def apply(data: Mapping[str, Any], overrides: Iterable[str], root: type[Table]) 
     """`data` with every override laid over it. Raises `ConfigError` for a text that is not `key=value`."""
     result = _copied(data)
     for text in overrides:
-        path, value = _split(text)
+        path, value = _split(text, root)
         table = result
         for name in path[:-1]:
             table = table.setdefault(name, {})
@@ -142,9 +144,11 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _beside(path: Path) -> str:
-    """Some of the TOML files beside a missing one that is like none of them, or where recipes are: to be appended to a
-    repair.
+    """Some of the TOML files beside a missing one that is like none of them, or where recipes are, or the run file of a
+    run directory: to be appended to a repair.
     """
+    if (path / "run.toml").is_file():
+        return f", such as {printable(path / 'run.toml')}, or the one that this run was started with"
     try:
         there = [] if path.exists() or meant(path) else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
@@ -154,17 +158,32 @@ def _beside(path: Path) -> str:
     return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 
-def _split(text: str) -> tuple[list[str], str]:
+def _split(text: str, root: type[Table]) -> tuple[list[str], str]:
     name, equals, value = text.partition("=")
     path = name.strip().split(".")
     if equals and "." in name and name.startswith("-"):
         bare = shown(text.lstrip("-"))
         raise ConfigError(f"command line: {shown(text)} is no override; keys stand without dashes: {bare}")
+    if name.startswith("-"):
+        raise ConfigError(
+            f"command line: {shown(text)} is no key of the run{_key_meant(text, root)}; a script with flags of its own "
+            "reads them first, and hands over what is left: flags, keys = parser.parse_known_args()"
+        )
     if not equals or not 2 <= len(path) <= MAX_DEPTH or not all(path):
-        raise ConfigError(f"command line: {shown(text)} is no override; write table.key=value, as in run.steps=100")
+        meant_key = _key_meant(text, root)
+        raise ConfigError(
+            f"command line: {shown(text)} is no override{meant_key}; write table.key=value, as in run.steps=100"
+        )
     if printable(text) != text:
         raise ConfigError(f"command line: '{printable(text)}' is not UTF-8: write it in UTF-8")
     return path, value.strip()
+
+
+def _key_meant(text: str, root: type[Table]) -> str:
+    """Of a key without its table, as in lr=0.1 and --lr: a clause that names the whole one."""
+    name, equals, value = text.lstrip("-").partition("=")
+    found = places_of(name.strip().replace("-", "_"), root)[:MOST_PLACES]
+    return f" (did you mean {' or '.join(f'{key}{equals}{value}' for key in found)}?)" if found else ""
 
 
 def _value(text: str, declared: Any) -> Any:

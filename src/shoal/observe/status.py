@@ -57,6 +57,7 @@ class Status:
         self.run = run
         self.step = run.first_step - 1
         self.values: Mapping[str, float] = {}
+        self.values_step = self.step
         self.held_out: dict[str, float] = {}
         self.critical_batch: float | None = None
         self.activity, self.membership = "", run.membership
@@ -79,7 +80,7 @@ class Status:
         if math.isfinite(noise := values.get("noise/scale", math.nan)):
             self.critical_batch = noise
         if values.keys() & {"loss/train", "time/step"}:
-            self.values = values
+            self.values, self.values_step = values, step
             self.totals.add(values)
             if values.get("time/step", 1.0) > 0 and not values.keys().isdisjoint(PACES):
                 self._recent.append(values)
