@@ -189,7 +189,7 @@ def commands(path: Path) -> list[list[str]]:
 def named_verb(words: list[str]) -> tuple[Any, list[str]]:
     """The command that `words` call, and what they hand it."""
     command, rest = get_command(app), list(words)
-    while isinstance(command, TyperGroup):
+    while isinstance(command, TyperGroup) and rest:
         below = command.get_command(Context(command), rest[0])
         if below is None and isinstance(command, WithDefault):
             below, rest = command.get_command(Context(command), "job"), ["job", *rest]
