@@ -28,7 +28,7 @@ from shoal.assembly.finished_run import chosen_run, intent_of, with_flag
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import RANK, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
-from shoal.config.load import apply, dumps, read
+from shoal.config.load import apply, dumps, read, tables_of
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.files import temporary_folder
 from shoal.launcher.environment import Place, place_from
@@ -436,4 +436,4 @@ def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, An
     """The tables, and how messages call what they are from."""
     if isinstance(config, str | Path):
         return read(Path(config)), str(config)
-    return ({} if config is None else dict(config)), "the configuration"
+    return ({} if config is None else tables_of(config)), "the configuration"

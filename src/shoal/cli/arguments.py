@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -218,8 +219,11 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
     return ScriptTarget(file, tuple(arguments), tuple(keys), found)
 
 
+_RELATIVE = re.compile(r"^[ \t]*from[ \t]+\.[\w.]*[ \t]+import[^\n]*", re.MULTILINE)
+
+
 def require_script(file: Path) -> None:
-    """Raises `UsageError` where the script is missing, or a file beside it hides a package."""
+    """Raises `UsageError` where the script is missing, is a part of a package, or a file beside it hides one."""
     from shoal.files import meant
     from shoal.installation import hidden_package
 
@@ -227,8 +231,19 @@ def require_script(file: Path) -> None:
         raise UsageError(
             f"{file} is missing{meant(file)}: give a script that calls shoal.train or shoal.start, or a run file"
         )
+    _require_no_package(file)
     if (hidden := hidden_package([str(file.resolve().parent), *sys.path])) is not None:
         raise UsageError(hidden)
+
+
+def _require_no_package(file: Path) -> None:
+    """Raises `UsageError` for relative imports, which a module of a package may have and a script may not."""
+    lines, package = _RELATIVE.findall(file.read_text(encoding="utf-8", errors="replace")), file.resolve().parent
+    if lines and (package / "__init__.py").is_file():
+        raise UsageError(
+            f"{file} imports from its package ({lines[0].strip()}), and a script has none: start it as a module, "
+            f"python -m {package.name}.{file.stem}, or import by the package's name (from {package.name} import ...)"
+        )
 
 
 def become_script(

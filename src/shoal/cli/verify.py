@@ -96,6 +96,9 @@ def verify(
 
 
 def _verify_script(script: Path, arguments: Sequence[str], *, steps: int | None, exact: bool, as_json: bool) -> int:
+    from shoal.cli.arguments import require_script
+
+    require_script(script)  # before what follows imports torch
     from shoal.errors import VerificationFailed
     from shoal.observe.terminal import open_progress_bar
     from shoal.verification.scripts import STEPS, verify_script

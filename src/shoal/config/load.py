@@ -6,10 +6,11 @@ is bounded: bytes, depth and the length of dotted keys, for which the time of Py
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,6 +116,28 @@ def dumps(tables: Table) -> str:
 def dumps_set(tables: Table) -> str:
     """The run file without what is so by default, for a reader. Loading it gives `tables` again."""
     return tomli_w.dumps(_without_none(_set_keys(tables)))
+
+
+def tables_of(config: Any) -> dict[str, Any]:
+    """The tables of a script's own configuration as plain dictionaries: a mapping or a dataclass, with others inside,
+    such as OmegaConf's. Raises `ConfigError` for anything else.
+    """
+    tables = _in_plain(config)
+    if not isinstance(tables, dict):
+        raise ConfigError(
+            f"the configuration is a {type(config).__name__}: give the path of a run file, its tables as dictionaries "
+            'such as {"run": {"name": "first"}}, or a dataclass of such tables'
+        )
+    return tables
+
+
+def _in_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _in_plain(inner) for name, inner in value.items()}
+    plain = isinstance(value, str | bytes | tuple) or not isinstance(value, Sequence)
+    return value if plain else [_in_plain(inner) for inner in value]
 
 
 def _set_keys(table: Table) -> dict[str, Any]:
