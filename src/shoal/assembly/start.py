@@ -36,7 +36,7 @@ from shoal.launcher.spawn import run_ranks
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.launcher.versions import check_torch_version, installed
 from shoal.launcher.warm import is_shoals_own, preload
-from shoal.observe.busy import busy
+from shoal.observe.busy import importing_torch
 from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.federated_rules import without_clients
@@ -203,7 +203,7 @@ class _Launch:
         less."""
         environ = self.environ
         if is_shoals_own(self.command) and self.processes > 1:
-            with busy("importing PyTorch") if sys.stderr.isatty() else nullcontext():
+            with importing_torch():
                 environ = preload(RANK, environ)
         started = partial(
             run_ranks,

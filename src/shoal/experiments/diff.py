@@ -23,6 +23,7 @@ from shoal.files import cache_folder
 from shoal.launcher.children import wait_for
 from shoal.launcher.lock import FILE_NAME as LOCK_NAME
 from shoal.launcher.warm import MMAP, TRIM
+from shoal.observe.busy import busy
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import differing_keys, read_facts, recorded_run_file
 from shoal.observe.provenance import file_hashes, git_state, packages
@@ -254,7 +255,8 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
             f"the run, started again, ended with exit code {code}; its own sentence is above, and "
             f"what has changed since: {'; '.join(changed) or 'nothing that was recorded'}"
         )
-    return Reproduction(str(into), changed, diff_runs(run_directory, into))
+    with busy(f"comparing {run_directory} and {into}"):
+        return Reproduction(str(into), changed, diff_runs(run_directory, into))
 
 
 def _is_begun(run_directory: Path, into: Path) -> bool:
