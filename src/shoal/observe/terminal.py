@@ -237,7 +237,7 @@ class PlainDisplay(Sink):
             return
         self._status.update(step, values, time_s=time_s)
         self._evaluated |= "loss/eval" in values
-        if self._status.values_step == step and (self._evaluated or self._is_due()):
+        if self._status.step == step and (self._evaluated or self._is_due()):
             self._evaluated = False
             self._print_step()
 
