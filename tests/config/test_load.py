@@ -73,6 +73,12 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
         load(Root, tmp_path / "somewhere-else.toml")
 
 
+def test_a_run_directory_is_answered_with_its_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=rf"is a folder, .*: give a TOML file, such as {tmp_path}/run\.toml, or the"):
+        load(Root, tmp_path)
+
+
 def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package has none, though every example of its help names one."""
     monkeypatch.chdir(tmp_path)

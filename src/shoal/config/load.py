@@ -170,9 +170,9 @@ def _beside(path: Path) -> str:
     """Some of the TOML files beside a missing one that is like none of them, or where recipes are, or the run file of a
     run directory: to be appended to a repair.
     """
-    if (path / "run.toml").is_file():
-        return f", such as {printable(path / 'run.toml')}, or the one that this run was started with"
     try:
+        if (path / "run.toml").is_file():
+            return f", such as {printable(path / 'run.toml')}, or the one that this run was started with"
         there = [] if path.exists() or meant(path) else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
