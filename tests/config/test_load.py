@@ -155,7 +155,7 @@ def test_a_configuration_may_be_any_mapping_or_a_dataclass() -> None:
     assert tables_of(Settings(Node(name="a", steps=UserList([1, 2])))) == own
     assert tables_of(Node(place=Node(name="a", steps=[1, 2]))) == own
     for wrong in (Settings, 3, [own], SimpleNamespace(place={})):
-        with pytest.raises(ConfigError, match=f"the configuration is a {type(wrong).__name__}: give the path of a run"):
+        with pytest.raises(ConfigError, match=f"is of the type {type(wrong).__name__}: give a run file"):
             tables_of(wrong)
 
 

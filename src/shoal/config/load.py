@@ -125,7 +125,7 @@ def tables_of(config: Any) -> dict[str, Any]:
     tables = _in_plain(config)
     if not isinstance(tables, dict):
         raise ConfigError(
-            f"the configuration is a {type(config).__name__}: give the path of a run file, its tables as dictionaries "
+            f"the configuration is of the type {type(config).__name__}: give a run file, its tables as dictionaries "
             'such as {"run": {"name": "first"}}, or a dataclass of such tables'
         )
     return tables
