@@ -136,8 +136,9 @@ def _in_plain(value: Any) -> Any:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(name): _in_plain(inner) for name, inner in value.items()}
-    plain = isinstance(value, str | bytes | tuple) or not isinstance(value, Sequence)
-    return value if plain else [_in_plain(inner) for inner in value]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple):
+        return [_in_plain(inner) for inner in value]
+    return value
 
 
 def _set_keys(table: Table) -> dict[str, Any]:
