@@ -215,3 +215,17 @@ def test_a_function_of_a_module_is_launched(tmp_path: Path) -> None:
     done = programs.run(["-m", "work.start"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("made*")} == {"made0", "made1"}
+
+
+def test_a_loop_whose_configuration_cannot_be_read_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is missing, and an object that holds no tables: exit 2, no traceback."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for config, said in (
+        ("nowhere.toml", "nowhere.toml is missing"),
+        (object(), "is of the type object: give a run file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            shoal.start(config, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err

@@ -94,13 +94,17 @@ def printable(text: object) -> str:
 
 def meant(path: Path) -> str:
     """ " (did you mean runs/first?)" for a path that is not there, where its folder holds a name much like it: of the
-    file or folder, or of the first folder on the way that is missing. Else nothing.
+    file or folder, or of the first folder on the way that is missing; or the same name with the suffix of a run file or
+    a script. Else nothing.
     """
     try:
         missing = next((one for one in (*reversed(path.parents), path) if not one.exists()), None)
         there = [] if missing is None else [one for one in missing.parent.iterdir() if one.suffix == missing.suffix]
+        whole = [f"{missing}{suffix}" for suffix in (".toml", ".py") if Path(f"{missing}{suffix}").is_file()]
     except (OSError, ValueError):
         return ""
+    if whole:
+        return f" (did you mean {' or '.join(map(printable, whole))}?)"
     stems = {one.stem: one for one in sorted(there)}
     near = [] if missing is None else difflib.get_close_matches(missing.stem, stems, n=1)
     if missing is None or not near:

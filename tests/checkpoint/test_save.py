@@ -184,6 +184,7 @@ def expect_survival(saver: Saver, directory: Path, said: str) -> None:
     large = {"model/weight": torch.randn(200, 1024)}
     report = save(saver, 2, large)
     assert not report.committed
+    assert str(report.error).startswith("the checkpoint of step 2 was not saved, that of step 1 is still the newest: ")
     assert said in str(report.error)
     assert str(directory) in str(report.error)
     assert loaded(directory)[0] == 1

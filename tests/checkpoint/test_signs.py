@@ -111,7 +111,7 @@ def test_a_disk_that_hangs_ends_every_wait(tmp_path: Path) -> None:
     saver.save(2, state_of(2), {}, layout=LAYOUT)
     (report,) = saver.poll()
     assert (report.step, report.committed) == (2, False)
-    assert "step 2 was not saved, older ones stay" in str(report.error)
+    assert "the checkpoint of step 2 was not saved, and there is none yet: " in str(report.error)
     hold.set()
     assert [report.step for report in saver.wait(HANG_S)] == [1]
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli.arguments import Verbs, busy
+from shoal.cli.arguments import Verbs
+from shoal.observe import busy as busy_module
+from shoal.observe.busy import busy, importing_torch
 from tests.waiting import HANG_S, NEVER_S
 
 
@@ -25,6 +28,13 @@ class Heard(io.StringIO):
         count = super().write(text)
         self.written.set()
         return count
+
+
+class Watched(Heard):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_long_work_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +53,16 @@ def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join(HANG_S)
     assert not thread.is_alive()
     assert heard.getvalue() == ""
+
+
+def test_imports_are_said_on_a_terminal_where_they_are_still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process that has made them, and a pipe, hear nothing."""
+    monkeypatch.setattr(busy_module, "SILENCE_S", 0.0)
+    for modules, stream, said in (({}, Watched(), True), ({"torch": None}, Watched(), False), ({}, Heard(), False)):
+        monkeypatch.setattr(busy_module, "sys", SimpleNamespace(modules=modules, stderr=stream))
+        with importing_torch():
+            assert not said or stream.written.wait(HANG_S)
+        assert ("importing PyTorch" in stream.getvalue()) == said
 
 
 def test_an_interrupted_verb_ends_with_a_sentence_and_the_signal_s_code() -> None:

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from shoal.bench.options import numbers, token_counts
 from shoal.checkpoint.weights import save_weights
 from shoal.cli.arguments import output_file, picture_file
+from shoal.cli.doctor import print_findings
 from shoal.cli.main import app
 from shoal.errors import EnvironmentFault
+from shoal.launcher.doctor import Finding
 
 
 def test_a_file_in_a_folder_that_is_there_is_taken(tmp_path: Path) -> None:
@@ -66,3 +68,14 @@ def test_a_difference_of_checkpoints_is_said_in_words(tmp_path: Path) -> None:
         "  model/b (float32 [3]): other values, by at most 0.5",
         "  model/c: only in the first (float32 [1])",
     ]
+
+
+def test_the_doctor_ends_with_how_much_is_to_be_repaired(capsys: pytest.CaptureFixture[str]) -> None:
+    """A list of thirty lines says at its end whether one of them matters."""
+    well = Finding("torch", "ok", "2.13")
+    for found, last in (
+        ([well], "nothing to repair"),
+        ([well, Finding("cores", "problem", "none", "buy some")], "1 problem: each repair stands below its line"),
+    ):
+        print_findings(found)
+        assert capsys.readouterr().out.splitlines()[-1] == last

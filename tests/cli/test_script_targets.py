@@ -116,6 +116,18 @@ def test_a_file_beside_the_script_that_hides_a_package_is_named(tmp_path: Path) 
         command_of_script(script, [])
 
 
+def test_a_module_of_a_package_is_no_script(tmp_path: Path) -> None:
+    """Its relative imports would end in Python's own error; beside no package they are not meant."""
+    script = script_in(tmp_path, START)
+    script.write_text("from .net import build\n")
+    with pytest.raises(ImportError):
+        command_of_script(script, [])
+    (tmp_path / "__init__.py").touch()
+    name = tmp_path.name
+    with pytest.raises(UsageError, match=rf"\(from \.net import build\).* python -m {name}\.mine, or import by"):
+        command_of_script(script, [])
+
+
 def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shoal", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)

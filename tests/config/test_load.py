@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import UserList
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.check import checked
-from shoal.config.load import dumps, dumps_set, load
+from shoal.config.load import dumps, dumps_set, load, tables_of
 from shoal.errors import ConfigError
 from tests.config.tables import Big, Place, Root, Small
 
@@ -68,6 +73,12 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
         load(Root, tmp_path / "somewhere-else.toml")
 
 
+def test_a_run_directory_is_answered_with_its_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=rf"is a folder, .*: give a TOML file, such as {tmp_path}/run\.toml, or the"):
+        load(Root, tmp_path)
+
+
 def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package has none, though every example of its help names one."""
     monkeypatch.chdir(tmp_path)
@@ -115,6 +126,37 @@ def test_what_is_written_is_read_again(tmp_path_factory, name, steps, rate, orde
         path.write_text(text, encoding="utf-8")
         assert load(Root, path) == root
     assert len(dumps_set(root)) <= len(dumps(root))
+
+
+@dataclass
+class Settings:
+    place: Mapping[str, Any]
+
+
+class Node(Mapping[str, Any]):
+    """As OmegaConf's: a mapping of such mappings, and no dictionary."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+def test_a_configuration_may_be_any_mapping_or_a_dataclass() -> None:
+    """With others inside, and lists of their own kind; anything else is refused by its type."""
+    own = {"place": {"name": "a", "steps": [1, 2]}}
+    assert tables_of(Settings(Node(name="a", steps=UserList([1, 2])))) == own
+    assert tables_of(Node(place=Node(name="a", steps=[1, 2]))) == own
+    for wrong in (Settings, 3, [own], SimpleNamespace(place={})):
+        with pytest.raises(ConfigError, match=f"is of the type {type(wrong).__name__}: give a run file"):
+            tables_of(wrong)
 
 
 def test_tables_are_frozen() -> None:

@@ -49,6 +49,8 @@ def test_the_sample_is_named():
     assert caught.value.__cause__.__traceback__ is not None
     with pytest.raises(UserCodeError, match="Sample 4 at position 100: The data set returned None"):
         read(Faulty(), 4)
+    with pytest.raises(UserCodeError, match=r"one Tensor of shape \(3,\): .* TensorDataset\(a, b\) pairs inputs"):
+        read([torch.zeros(3)], 0)
     with pytest.raises(UserCodeError, match="SystemExit"):
         read(Faulty(), 5)
     with pytest.raises(DataError, match="Sample 6 at position 100: sample is torn"):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,15 @@ def commands(path: Path) -> list[list[str]]:
     return [words[1:] for words in found]
 
 
+@cache
+def every_verb() -> Any:
+    return get_command(app)
+
+
 def named_verb(words: list[str]) -> tuple[Any, list[str]]:
     """The command that `words` call, and what they hand it."""
-    command, rest = get_command(app), list(words)
-    while isinstance(command, TyperGroup):
+    command, rest = every_verb(), list(words)
+    while isinstance(command, TyperGroup) and rest:
         below = command.get_command(Context(command), rest[0])
         if below is None and isinstance(command, WithDefault):
             below, rest = command.get_command(Context(command), "job"), ["job", *rest]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -169,6 +171,26 @@ def test_a_small_disk_is_full_for_a_while_and_leaves_its_files(tmp_path: Path) -
         (folder / "third").write_bytes(bytes(1 << 16))
     assert not folder.is_mount()
     assert sorted(path.name for path in folder.iterdir() if path.name != "second") == ["first", "third"]
+
+
+@pytest.mark.skipif(why_no_small_disk() is not None, reason="needs root and mount")
+def test_a_small_disk_goes_with_a_rehearsal_that_is_killed(tmp_path: Path) -> None:
+    """Nobody else sees it, so that nothing is left to unmount."""
+    folder = tmp_path / "disk"
+    code = f"""
+import sys, time
+from pathlib import Path
+from shoal.experiments.rehearsal.faults import small_disk
+with small_disk(Path({str(folder)!r}), 1 << 20):
+    print(Path({str(folder)!r}).is_mount(), flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rehearsal:
+        assert rehearsal.stdout is not None
+        assert rehearsal.stdout.readline() == "True\n"
+        assert not folder.is_mount()
+        rehearsal.kill()
+    folder.rmdir()
 
 
 def test_the_journal_of_a_rehearsal_fails_once(tmp_path: Path) -> None:

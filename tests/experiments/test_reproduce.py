@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.experiments.diff import environment_differences
+from shoal.launcher.warm import thresholds, variables
 from shoal.observe.events import events_path
 from shoal.observe.facts import facts_path, read_facts
 from tests.cli.project import Project, project
@@ -145,16 +146,24 @@ def test_a_directory_without_a_run_is_one_sentence(trained: Project) -> None:
 
 
 def test_each_difference_of_the_environment_is_a_sentence() -> None:
-    """Python, commit, package, variable, file: changed, gone and new."""
+    """Python, commit, package, variable, file: changed, gone and new. How much freed memory a rank keeps is none: it
+    follows from the number of ranks.
+    """
+
+    def kept_by(ranks: int) -> dict[str, str]:
+        return variables(thresholds(8 << 30, ranks=ranks)) | {"OMP_NUM_THREADS": str(4 // ranks)}
+
+    assert kept_by(2) != kept_by(4)
     before = {"python": "3.11", "git": {"commit": "a" * 40, "dirty": False}, "packages": {"x": "1"},
-              "files": {"gone.py": "1", "own.py": "1"}, "environment": {"OMP_NUM_THREADS": "1"}}  # fmt: skip
+              "files": {"gone.py": "1", "own.py": "1"}, "environment": kept_by(2)}  # fmt: skip
     after = {"python": "3.12", "git": {"commit": "a" * 40, "dirty": True}, "packages": {"x": "2", "y": "1"},
-             "files": {"new.py": "1", "own.py": "2"}, "environment": {"OMP_NUM_THREADS": "1"}}  # fmt: skip
+             "files": {"new.py": "1", "own.py": "2"}, "environment": kept_by(4)}  # fmt: skip
     assert environment_differences(before, after) == [
         "Python was 3.11, is 3.12",
         "the repository was at aaaaaaaaaaaa, is at aaaaaaaaaaaa with changes",
         "package x was 1, is 2",
         "package y was not there, is 1",
+        "environment variable OMP_NUM_THREADS was 2, is 1",
         "file gone.py is gone",
         "file new.py is new",
         "file own.py has changed",

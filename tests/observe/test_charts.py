@@ -77,7 +77,10 @@ def test_marks_are_upright_lines_inside_the_plot() -> None:
 
 def test_a_single_value_is_a_dot() -> None:
     """One step is drawn, as a dot; a chart of nothing says so."""
-    assert 'class="dots main"' in chart("Loss", [Curve("train", [1], [2.0])])
+    one = chart("Loss", [Curve("train", [1], [2.0]), Curve("held out", [1, 2], [math.nan, 2.0], "second")])
+    assert '<path class="dots main"' in one
+    assert '<i class="dots main"></i>train' in one, "the legend shows a line"
+    assert '<i class="dots second"></i>held out' in one
     assert "Not measured" in chart("Loss", [Curve("train", [1], [math.nan])])
     assert "Not measured" in chart("Loss", [])
 

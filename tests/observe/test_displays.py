@@ -51,6 +51,21 @@ def test_plain_lines_are_few_and_end_with_a_summary() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_an_evaluation_is_shown_with_the_figures_of_its_step() -> None:
+    """A script's own loop tells of it before the step is over; its line waits for the step's values."""
+    stream = io.StringIO()
+    display = PlainDisplay(stream, clock=Clock())
+    display.start(RunStart(name="run", total_steps=9, epoch_samples=100))
+    display.record(1, VALUES | {"samples/consumed": 50.0}, time_s=0.0)
+    display.record(2, {"loss/eval": 2.5}, time_s=0.0)
+    display.record(2, VALUES | {"samples/consumed": 100.0}, time_s=0.0)
+    display.record(3, VALUES | {"samples/consumed": 150.0}, time_s=0.0)
+    shown = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in shown] == ["1/9", "2/9"]
+    assert "held out 2.500" in shown[1]
+    assert "epoch 1.00" in shown[1]
+
+
 def test_the_last_step_is_printed_although_it_was_not_due() -> None:
     """A run that ends between two lines still shows where it ended."""
     stream, clock = io.StringIO(), Clock()

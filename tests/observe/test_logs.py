@@ -56,3 +56,14 @@ def test_a_log_that_cannot_be_opened_is_an_environment_fault(tmp_path: Path) -> 
     (tmp_path / "logs").write_text("")
     with pytest.raises(EnvironmentFault, match=r"rank-00000\.log.*run\.directory"):
         open_log(tmp_path, rank=0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is full")
+def test_a_full_disk_prints_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither for a line nor at the end: what is said about the run is on the terminal all the same."""
+    log_path(tmp_path, 0).parent.mkdir()
+    log_path(tmp_path, 0).symlink_to("/dev/full")
+    sink = LogSink(tmp_path, rank=0)
+    sink.note("a note")
+    sink.finish(Ending("finished"))
+    assert capfd.readouterr().err == ""

@@ -28,6 +28,17 @@ def test_a_pipe_gets_a_line_for_each_text() -> None:
     assert stream.getvalue() == "evaluating\n\\x1b[2J\n"
 
 
+def test_a_pipe_hears_now_and_then_of_work_that_goes_on() -> None:
+    """With the count and the time, every 15 s at most."""
+    stream, clock = io.StringIO(), Clock()
+    shown = PlainProgressBar(stream, clock=clock)
+    for done in range(5):
+        clock.now_s = 100.0 + 10.0 * done
+        shown.update("pricing", done=done)
+    shown.update("trying", total=2)
+    assert stream.getvalue() == "pricing\npricing (2, 0:20)\npricing (4, 0:40)\ntrying\n"
+
+
 def test_a_terminal_shows_count_time_and_text_in_one_line() -> None:
     """The line has all three, and is erased at the end, so that the result stands alone."""
     stream, clock = Terminal(), Clock()

@@ -63,6 +63,18 @@ def test_an_evaluation_and_a_save_keep_the_measurements_of_the_step() -> None:
     assert status.measurements()[:2] == ["loss 2.000", "held out 2.500"]
 
 
+def test_step_and_figures_are_of_one_step() -> None:
+    """An evaluation that is told before its step is over waits for it, in the live line too."""
+    status = status_of(Clock(), epoch_samples=100)
+    status.update(1, VALUES, time_s=START_S)
+    status.update(2, {"loss/eval": 2.5}, time_s=START_S)
+    assert status.position()[0].startswith("step 1/")
+    assert {"epoch 1.50", "held out 2.500"} <= set(status.measurements())
+    status.update(2, VALUES | {"samples/consumed": 200.0}, time_s=START_S)
+    assert status.position()[0].startswith("step 2/")
+    assert "epoch 2.00" in status.measurements()
+
+
 def test_epoch_and_memory_are_shown() -> None:
     """150 samples of 100 are epoch 1.50; memory in powers of 1024. Without an end to the data there is no epoch."""
     status = status_of(Clock(), epoch_samples=100)

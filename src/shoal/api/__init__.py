@@ -26,9 +26,9 @@ from blake3 import blake3
 
 from shoal.assembly.finished_run import chosen_run, intent_of, with_flag
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.start import RANK, processes_of, run
+from shoal.assembly.start import RANK, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
-from shoal.config.load import apply, dumps, read
+from shoal.config.load import apply, dumps, read, tables_of
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.files import temporary_folder
 from shoal.launcher.environment import Place, place_from
@@ -82,10 +82,11 @@ def train(
     changed, as a new run beside it (`runs/NAME-2`). `resume`: True keeps to the newest run in any case, False trains a
     new one; so do the overrides `--resume` and `--fresh`.
 
-    `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
-    returns one; `data` a map-style data set, an iterable, a DataLoader, a function that returns one of these, or a pair
-    (training, held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is
-    not given, the configuration names. Samples may be those of transformers' data sets, whose `labels` are the targets.
+    `config` is a run file, its tables as `start` takes them, or a `RunFile`. `model` is an `nn.Module` or a function
+    that returns one; `data` a map-style data set, an iterable, a DataLoader, a function that returns one of these, or a
+    pair (training, held out); `loss` a callable of (outputs, targets) that returns one value per sample or position.
+    What is not given, the configuration names. Samples may be those of transformers' data sets, whose `labels` are the
+    targets.
 
     Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
@@ -342,13 +343,13 @@ def start(
 ) -> Training:
     """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.own_loop.loop`.
 
-    `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
-    `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
-    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, an iterable,
-    a function that returns one of these, a PyTorch DataLoader (its data set, batch size, order, `drop_last` and
-    `collate_fn` are taken over), a pair (training, held out), or the keys of a table `[data]`, such as
-    {"kind": "parquet", "files": [...], ...}; without it, the run file's `[data]` counts. Batches of such data are pairs
-    (inputs, targets).
+    `config` is a run file or its tables, as dictionaries, other mappings (OmegaConf's) or dataclasses; with the
+    keywords below it may be left out. `model` is an `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its
+    parameters that has taken no step; or tuples of several, whose parameters are called "0.weight", "1.weight", ... in
+    checkpoints. `data` is a map-style data set, an iterable, a function that returns one of these, a PyTorch DataLoader
+    (its data set, batch size, order, `drop_last` and `collate_fn` are taken over), a pair (training, held out), or the
+    keys of a table `[data]`, such as {"kind": "parquet", "files": [...], ...}; without it, the run file's `[data]`
+    counts. Batches of such data are pairs (inputs, targets).
     `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go through the data, or
     `steps` how many updates to make; `run.steps`, if it is set, counts instead. `state` are objects with
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
@@ -363,7 +364,10 @@ def start(
     """
     from shoal.own_loop.start import start_own_loop
 
-    tables, file = _tables(config)
+    try:
+        tables, file = _tables(config)
+    except ShoalError as refusal:
+        leave_with(refusal, os.environ)
     if isinstance(data, Mapping):
         tables["data"] = {**tables.get("data", {}), **data}
     return start_own_loop(
@@ -436,4 +440,4 @@ def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, An
     """The tables, and how messages call what they are from."""
     if isinstance(config, str | Path):
         return read(Path(config)), str(config)
-    return ({} if config is None else dict(config)), "the configuration"
+    return ({} if config is None else tables_of(config)), "the configuration"

@@ -19,7 +19,7 @@ from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
 from shoal.checkpoint.weights import copy_weights, require_weights_of, weights_of
 from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.precision import precision_of
-from shoal.errors import ConfigError, UserCodeError
+from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated import report
 from shoal.federated.local_training import LocalTrainer
 from shoal.federated.page import PAGE
@@ -27,6 +27,7 @@ from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_
 from shoal.federated.simulation import Simulation
 from shoal.federated.task import Corner, OwnTraining, Task
 from shoal.federated.vector import copy_frozen, corner_of, layout_of, upload_of, vector_of
+from shoal.files import refused_file
 from shoal.launcher.lock import RunLock
 from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
@@ -220,7 +221,8 @@ def serve(
     """Serves all rounds to clients; leaves the report and the model in the run directory, and returns the report. With
     `enrolment`, clients that have a token get certificates of the authority whose key is in `certificates`.
 
-    Started again after any end, it goes on where it was. Raises `InUse` where another server has the run directory.
+    Started again after any end, it goes on where it was. Raises `InUse` where another server has the run directory or
+    the port, and `EnvironmentFault` where the disk refuses a file.
     """
     from shoal.federated.transport.enrol import SERVER, require_authority, tls_context
     from shoal.federated.transport.host import Host
@@ -243,6 +245,11 @@ def serve(
         service = Service(host, on_round=lambda row: told(report.line_of(row)), said=told, enrolment=folder)
         asyncio.run(service.run(tls, address=address, port=port, listening=listening))
         rows = [report.row_of(row) for row in host.store.rows()]
+    except OSError as error:
+        if (fault := refused_file(error)) is None:
+            raise
+        sentence = f"{host.store.directory}, where the server keeps its rounds: {fault}"
+        raise EnvironmentFault(f"{sentence}. The same command goes on with round {host.server.version + 1}") from error
     finally:
         host.close()
     facts = {"name": run_file.run.name, "strategy": host.task.federated.variant, **host.facts()}

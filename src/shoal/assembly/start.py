@@ -19,7 +19,6 @@ from typing import NoReturn
 
 import msgspec
 
-from shoal import units
 from shoal.assembly.failed_run import alerts, largest_tensors, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
@@ -37,6 +36,7 @@ from shoal.launcher.spawn import ExitCode, run_ranks
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.launcher.versions import check_torch_version, installed
 from shoal.launcher.warm import is_shoals_own, preload
+from shoal.observe.busy import importing_torch
 from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.federated_rules import without_clients
@@ -201,13 +201,16 @@ class _Launch:
     def _fixed(self, logs: Path, keep_fds: Sequence[int], patience: Patience) -> ExitCode:
         """Ranks that all stay to the end. Where memory runs out, they start again while the planner makes them need
         less."""
-        forks = is_shoals_own(self.command) and self.processes > 1
+        environ = self.environ
+        if is_shoals_own(self.command) and self.processes > 1:
+            with importing_torch():
+                environ = preload(RANK, environ)
         started = partial(
             run_ranks,
             self.command,
             processes=self.processes,
             run_directory=logs,
-            environ=preload(RANK, self.environ) if forks else self.environ,
+            environ=environ,
             keep_fds=keep_fds,
             patience=patience,
         )
@@ -250,7 +253,7 @@ def as_launched(run_file: RunFile, place: Place) -> RunFile:
     """The run file on the ranks that a launcher has started. Rank 0 says so where `run.processes` is another number."""
     asked = run_file.run.processes
     if asked not in (None, place.world_size) and place.rank == 0:
-        ranks = units.plural(place.world_size, "rank")
+        ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
         say(f"shoal: run.processes = {asked} is passed over: the launcher has started {ranks}, and all of them train")
     return with_processes(run_file, place.world_size)
 

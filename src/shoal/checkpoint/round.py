@@ -318,8 +318,14 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def sentence(error: Exception, *, step: int, root: Path) -> str:
-    """Why the checkpoint of `step` under `root` was not saved; training goes on, so the sentence must say it all."""
-    return f"the checkpoint of step {step} was not saved, older ones stay: {_reason(error, root)}"
+    """Why the checkpoint of `step` under `root` was not saved, and what is there; training goes on, so the sentence
+    must say it all.
+    """
+    there = ""
+    with suppress(OSError):
+        newest = next((one for one in Places(root.parent).steps() if one != step), None)
+        there = ", and there is none yet" if newest is None else f", that of step {newest} is still the newest"
+    return f"the checkpoint of step {step} was not saved{there}: {_reason(error, root)}"
 
 
 def sentence_after_commit(error: OSError, *, step: int, root: Path) -> str:

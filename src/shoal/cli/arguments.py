@@ -1,17 +1,16 @@
-"""What verbs share: arguments and options, files that they write, help that is grouped, and a word while work takes
-long.
-"""
+"""What verbs share: arguments and options, files that they write, and help that is grouped."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import sys
-import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,40 +22,6 @@ from shoal.errors import EnvironmentFault, UsageError
 if TYPE_CHECKING:
     from shoal.launcher.lab.lab_file import Lab
     from shoal.runfile.run_file import RunFile
-
-
-# `busy`: work that takes longer than 2 s says what it does.
-
-
-SILENCE_S = 2.0
-
-
-@contextmanager
-def busy(text: str, *, after_s: float = SILENCE_S) -> Iterator[None]:
-    """Shows `text` on standard error when the block takes longer than `after_s` seconds.
-
-    On a terminal it stands with the time elapsed until the block ends; elsewhere it is one line.
-    """
-    over, lock = threading.Event(), threading.Lock()
-
-    def show() -> None:
-        if over.wait(after_s):
-            return
-        from shoal.observe.terminal import open_progress_bar
-
-        with lock, open_progress_bar(sys.stderr) as bar:
-            if not over.is_set():
-                bar.update(text)
-                over.wait()
-
-    thread = threading.Thread(target=show, name="shoal-busy", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        with lock:  # the line is erased before anything else is printed
-            pass
 
 
 # Arguments and options that several verbs have, and files that a verb writes, checked before it works for them.
@@ -116,8 +81,45 @@ ELSEWHERE = {
     "runs": "shoal watch runs/*, a page of all runs there, and shoal report of one",
     "eval": "shoal evaluate",
     "compare": "shoal diff of two runs, and shoal checkpoint diff of two checkpoints",
+    "dashboard": "shoal watch, a live page of a run",
+    "help": "shoal --help, and shoal VERB --help",
+    "stop": "Ctrl-C where a run was started, which saves first, and shoal submit cancel for a job",
+    "version": "shoal --version",
 }
 """Verbs of other systems, and what they are here."""
+
+
+def _called(ctx: Any) -> str:
+    """How the group of `ctx` is called, whatever has started this process."""
+    return "shoal" if ctx.parent is None else f"{_called(ctx.parent)} {ctx.info_name}"
+
+
+NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
+"""Of click, or of the copy of it that newer releases of typer have."""
+
+
+def meant_by_option(option: str, given: Sequence[str], *, command: str) -> str | None:
+    """A sentence for the option that a verb does not have, among what was `given` to `command`, the verb first: a key
+    that was written with dashes, or an option of the script's own. None where it is neither.
+    """
+    from shoal.config.check import places_of
+    from shoal.runfile.run_file import RunFile
+
+    place = next((i for i, one in enumerate(given) if one.partition("=")[0] == option), None)
+    if place is None:
+        return None
+    no_option = f"{option} is no option of {command} {given[0]}"
+    script = next((one for one in given[:place] if one.endswith(".py")), None)
+    name = option.lstrip("-").replace("-", "_")
+    keys = [name] if "." in name else places_of(name, RunFile) if script is None else []
+    if keys:
+        follows = given[place + 1 : place + 2]
+        value = given[place].partition("=")[2] or next((one for one in follows if not one.startswith("-")), "VALUE")
+        return f"{no_option}; keys of the run stand without dashes: {' or '.join(f'{key}={value}' for key in keys)}"
+    if script is None:
+        return None
+    moved = shlex.join([*given[:place], "--", *given[place:]])
+    return f"{no_option}; options of {script} itself stand behind --: {command} {moved}"
 
 
 def inner_verbs(command: Any) -> Container[str]:
@@ -132,9 +134,19 @@ class Verbs(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the verb that the command line names."""
+        """Runs the verb that the command line names. Of an option that it does not have, `UsageError` says what it is
+        where that is known.
+        """
+        given = [*ctx._protected_args, *ctx.args]
         try:
             return super().invoke(ctx)
+        except NoSuchOption as error:
+            if (found := meant_by_option(error.option_name, given, command=_called(ctx))) is None:
+                raise
+            raise UsageError(found) from None
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # a word of the library that typer asks
+            raise
         except KeyboardInterrupt:
             verb = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
             print(f"{verb}: interrupted before its end; the same command starts it again", file=sys.stderr)
@@ -148,6 +160,7 @@ class Verbs(TyperGroup):
             groups = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
             meant = [f"shoal {name} {args[0]}" for name, one in groups if args[0] in inner_verbs(one)]
             meant += [ELSEWHERE[args[0]]] if args[0] in ELSEWHERE else []
+            meant += [f"shoal train {args[0]}"] if args[0].endswith((".toml", ".py")) else []
             if meant:
                 raise UsageError(f"there is no verb {args[0]!r}; there is {', '.join(meant)}")
         return super().resolve_command(ctx, args)
@@ -206,8 +219,11 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
     return ScriptTarget(file, tuple(arguments), tuple(keys), found)
 
 
+_RELATIVE = re.compile(r"^[ \t]*from[ \t]+\.[\w.]*[ \t]+import[^\n]*", re.MULTILINE)
+
+
 def require_script(file: Path) -> None:
-    """Raises `UsageError` where the script is missing, or a file beside it hides a package."""
+    """Raises `UsageError` where the script is missing, is a part of a package, or a file beside it hides one."""
     from shoal.files import meant
     from shoal.installation import hidden_package
 
@@ -215,8 +231,19 @@ def require_script(file: Path) -> None:
         raise UsageError(
             f"{file} is missing{meant(file)}: give a script that calls shoal.train or shoal.start, or a run file"
         )
+    _require_no_package(file)
     if (hidden := hidden_package([str(file.resolve().parent), *sys.path])) is not None:
         raise UsageError(hidden)
+
+
+def _require_no_package(file: Path) -> None:
+    """Raises `UsageError` for relative imports, which a module of a package may have and a script may not."""
+    lines, package = _RELATIVE.findall(file.read_text(encoding="utf-8", errors="replace")), file.resolve().parent
+    if lines and (package / "__init__.py").is_file():
+        raise UsageError(
+            f"{file} imports from its package ({lines[0].strip()}), and a script has none: start it as a module, "
+            f"python -m {package.name}.{file.stem}, or import by the package's name (from {package.name} import ...)"
+        )
 
 
 def become_script(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, busy, output_file, output_folder
+from shoal.cli.arguments import AsJson, output_file, output_folder
 from shoal.errors import UsageError
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

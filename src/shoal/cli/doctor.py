@@ -17,8 +17,9 @@ import msgspec
 import typer
 
 from shoal import units
-from shoal.cli.arguments import AsJson, busy, output_file
+from shoal.cli.arguments import AsJson, output_file
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def doctor(
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
         answer(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
     else:
-        _print(found)
+        print_findings(found)
         for sentence in assumed:
             print(f"assumed  {sentence}")
         if cluster is not None:
@@ -118,17 +119,21 @@ def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: i
         facts = {name: msgspec.to_builtins(told) for name, told in found.facts.items()}
         answer(json.dumps({"findings": [dataclasses.asdict(one) for one in judged], "hosts": facts, "links": links}))
     else:
-        _print(judged)
+        print_findings(judged)
         for line in network.matrix(found):
             print(line)
     raise typer.Exit(_exit_code(judged))
 
 
-def _print(found: Sequence[Finding]) -> None:
+def print_findings(found: Sequence[Finding]) -> None:
+    """A line for each, with its repair, and how many need one."""
     for finding in found:
         print(f"{MARKS[finding.status]}  {finding.name}: {finding.found}")
         if finding.repair:
             print(f"      {finding.repair}")
+    counts = [(sum(finding.status == status for finding in found), status) for status in ("problem", "warning")]
+    wrong = [units.plural(count, status) for count, status in counts if count]
+    print(f"{' and '.join(wrong)}: each repair stands below its line" if wrong else "nothing to repair")
 
 
 def _exit_code(found: Sequence[Finding]) -> int:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides, busy
+from shoal.cli.arguments import AsJson, Overrides
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from typing import Annotated
 
@@ -84,6 +86,7 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """The `shoal` command."""
+    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     try:
         app()
     except ShoalError as error:

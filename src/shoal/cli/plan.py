@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, output_folder
+from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, output_file, output_folder
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides, busy, lab_at, output_file
+from shoal.cli.arguments import AsJson, ScriptOverrides, lab_at, output_file
+from shoal.observe.busy import busy, importing_torch
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def profile(
     require_modules(loaded, run_file)
 
     def rank(run_file: RunFile, place: Place) -> None:
-        from shoal.assembly.objects import UserObjects
-        from shoal.assembly.profiling import profile_rank
+        with importing_torch():
+            from shoal.assembly.objects import UserObjects
+            from shoal.assembly.profiling import profile_rank
         from shoal.observe.terminal import ProgressBar, open_progress_bar
 
         _check_rank(flame_rank, place.world_size)
@@ -163,7 +165,7 @@ def _lines(found: Profile) -> list[str]:
     for operator in own.operators[:OPERATORS]:
         at = f"  {own.sources[operator.name]}" if operator.name in own.sources else ""
         share, calls = units.percent(operator.own_s / step_s), f"{operator.calls:.{0 if operator.calls >= 1 else 1}f}"
-        lines.append(f"  {share:>6}  {operator.name}, {calls} calls a step{at}")
+        lines.append(f"  {share:>6}  {operator.name}, {calls} call{'s' * (calls != '1')} a step{at}")
     error_s = max(recording.clock_error_s for recording in found.recordings)
     if error_s:
         lines.append(f"clocks agree to {units.seconds(error_s)}")

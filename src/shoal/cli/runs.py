@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, busy, output_folder, picture_file
+from shoal.cli.arguments import AsJson, output_folder, picture_file
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, picture_file
+from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, output_file, picture_file
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

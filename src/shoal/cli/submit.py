@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides, Verbs, busy
+from shoal.cli.arguments import AsJson, ScriptOverrides, Verbs
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

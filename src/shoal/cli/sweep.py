@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides, Verbs, busy, output_folder, picture_file
+from shoal.cli.arguments import AsJson, Overrides, Verbs, output_folder, picture_file
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.observe.busy import busy
 from shoal.standard_output import answer
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.arguments import AsJson, ScriptOverrides, coordination, lab_at
+from shoal.observe.busy import importing_torch
 from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 
@@ -146,9 +147,10 @@ def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[obj
 
 
 def _rank(run_file: RunFile, place: Place, *, replay: Path | None) -> None:
-    from shoal.assembly.objects import UserObjects
-    from shoal.planning.prediction import FORECAST
-    from shoal.training import train_rank
+    with importing_torch():
+        from shoal.assembly.objects import UserObjects
+        from shoal.planning.prediction import FORECAST
+        from shoal.training import train_rank
 
     train_rank(run_file, place, UserObjects(), forecast=FORECAST, replay=replay)
 
@@ -190,8 +192,9 @@ def evaluate(
     require_nameable({"model": loaded.model, "data": loaded.data, "loss": loaded.loss}, folder)
 
     def rank(run_file: RunFile, place: Place) -> None:
-        from shoal.assembly.conclusion import evaluate_rank
-        from shoal.assembly.objects import UserObjects
+        with importing_torch():
+            from shoal.assembly.conclusion import evaluate_rank
+            from shoal.assembly.objects import UserObjects
         from shoal.observe.terminal import ProgressBar, open_progress_bar
 
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:

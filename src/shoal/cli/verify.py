@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from shoal.cli.arguments import AsJson, ScriptOverrides
+from shoal.observe.busy import importing_torch
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ def verify(
     require_modules(loaded, run_file)
 
     def rank(run_file: RunFile, place: Place) -> None:
-        from shoal.assembly.objects import UserObjects
+        with importing_torch():
+            from shoal.assembly.objects import UserObjects
+            from shoal.verification.verify import verify_rank
         from shoal.errors import VerificationFailed
         from shoal.observe.terminal import ProgressBar, open_progress_bar
-        from shoal.verification.verify import verify_rank
 
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
             verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact, bar=bar)
@@ -96,6 +98,9 @@ def verify(
 
 
 def _verify_script(script: Path, arguments: Sequence[str], *, steps: int | None, exact: bool, as_json: bool) -> int:
+    from shoal.cli.arguments import require_script
+
+    require_script(script)  # before what follows imports torch
     from shoal.errors import VerificationFailed
     from shoal.observe.terminal import open_progress_bar
     from shoal.verification.scripts import STEPS, verify_script

@@ -114,6 +114,15 @@ def table_for(declared: Any, data: Mapping[str, Any]) -> type[Table] | None:
     return variants.get(kind) if isinstance(kind, str) else None
 
 
+def places_of(name: str, root: type[Table]) -> list[str]:
+    """The keys of the tables of `root` that have this name, as "run.steps", in the order of the tables."""
+    return [
+        f"{table.name}.{name}"
+        for table in keys_of(root).values()
+        if any(name in keys_of(variant) for variant in variants_of(table.type).values())
+    ]
+
+
 def choices_of(declared: Any) -> tuple[Any, ...]:
     """The values of a `Literal` (None added where it is optional); empty for any other type."""
     options = list(_options(declared))
@@ -178,6 +187,8 @@ def _options(declared: Any) -> Iterator[Any]:
 
 MOST_SHOWN, MOST_SHOWN_IN_ALL = 200, 4000
 """Characters of one value, and of a whole sentence, that a message shows of what it refuses."""
+MOST_PLACES = 3
+"""Tables that a message names for a key that stands in another."""
 
 T = TypeVar("T", bound=Table)
 
@@ -185,7 +196,7 @@ T = TypeVar("T", bound=Table)
 def checked(data: Mapping[str, Any], root: type[T], *, file: str) -> T:
     """`data` as a frozen `root`. Raises `ConfigError` that names the file and the key's path."""
     data = _with_default_kinds(data, root)
-    for sentence in _complaints(data, root, (), {}):
+    for sentence in _complaints(data, root, (), {}, root):
         raise ConfigError(f"{file}: {_clipped(sentence, MOST_SHOWN_IN_ALL)}")
     try:
         return msgspec.convert(data, root)
@@ -218,9 +229,13 @@ def _with_default_kinds(data: Mapping[str, Any], table: type[Table]) -> dict[str
 
 
 def _complaints(
-    data: Mapping[str, Any], table: type[Table], path: tuple[str, ...], variants: Mapping[str | None, type[Table]]
+    data: Mapping[str, Any],
+    table: type[Table],
+    path: tuple[str, ...],
+    variants: Mapping[str | None, type[Table]],
+    root: type[Table],
 ) -> Iterator[str]:
-    """What is wrong with `data` as a `table`, which is one of `variants`."""
+    """What is wrong with `data` as a `table`, which is one of `variants`, of a file that holds a `root`."""
     keys = keys_of(table)
     tagged = table.__struct_config__.tag is not None
     for name, value in data.items():
@@ -229,16 +244,16 @@ def _complaints(
             continue
         if name not in keys:
             where = f"[{'.'.join(path)}]" if path else "the file"
-            repair = _of_other_kinds(name, table, variants) or _nearest(name, keys)
+            repair = _of_other_kinds(name, table, variants) or _elsewhere(name, root) or _nearest(name, keys)
             yield f"{here}: unknown key{repair}; {where} may hold: {', '.join(keys)}"
         else:
-            yield from _about(value, keys[name], (*path, name))
+            yield from _about(value, keys[name], (*path, name), root)
     for key in keys.values():
         if key.required and key.name not in data:
             yield f"{'.'.join((*path, key.name))}: missing; it is required: {key.sentence or 'a table'}"
 
 
-def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
+def _about(value: Any, key: Key, path: tuple[str, ...], root: type[Table]) -> Iterator[str]:
     here = ".".join(path)
     choices, variants = choices_of(key.type), variants_of(key.type)
     if choices and isinstance(value, str):
@@ -252,7 +267,7 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
         return
     chosen = table_for(key.type, value)
     if chosen is not None:
-        yield from _complaints(value, chosen, path, variants)
+        yield from _complaints(value, chosen, path, variants, root)
     elif KIND not in value:
         yield f"{here}.{KIND}: missing; it picks the variant: {', '.join(map(repr, variants))}"
     else:
@@ -263,6 +278,11 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
 def _of_other_kinds(name: str, table: type[Table], variants: Mapping[str | None, type[Table]]) -> str:
     kinds = [repr(kind) for kind, other in variants.items() if name in keys_of(other)]
     return f" where kind = {table.__struct_config__.tag!r} (kinds that have it: {', '.join(kinds)})" if kinds else ""
+
+
+def _elsewhere(name: str, root: type[Table]) -> str:
+    found = places_of(name, root)
+    return f", did you mean {' or '.join(found[:MOST_PLACES])}?" if found else ""
 
 
 def _nearest(name: object, known: Iterable[Any]) -> str:

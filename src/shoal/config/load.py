@@ -6,10 +6,11 @@ is bounded: bytes, depth and the length of dotted keys, for which the time of Py
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,13 @@ import msgspec
 import tomli_w
 
 from shoal.config.check import (
+    MOST_PLACES,
     Key,
     Table,
     checked,
     choices_of,
     keys_of,
+    places_of,
     shown,
     table_for,
     takes,
@@ -95,7 +98,7 @@ def apply(data: Mapping[str, Any], overrides: Iterable[str], root: type[Table]) 
     """`data` with every override laid over it. Raises `ConfigError` for a text that is not `key=value`."""
     result = _copied(data)
     for text in overrides:
-        path, value = _split(text)
+        path, value = _split(text, root)
         table = result
         for name in path[:-1]:
             table = table.setdefault(name, {})
@@ -113,6 +116,29 @@ def dumps(tables: Table) -> str:
 def dumps_set(tables: Table) -> str:
     """The run file without what is so by default, for a reader. Loading it gives `tables` again."""
     return tomli_w.dumps(_without_none(_set_keys(tables)))
+
+
+def tables_of(config: Any) -> dict[str, Any]:
+    """The tables of a script's own configuration as plain dictionaries: a mapping or a dataclass, with others inside,
+    such as OmegaConf's. Raises `ConfigError` for anything else.
+    """
+    tables = _in_plain(config)
+    if not isinstance(tables, dict):
+        raise ConfigError(
+            f"the configuration is of the type {type(config).__name__}: give a run file, its tables as dictionaries "
+            'such as {"run": {"name": "first"}}, or a dataclass of such tables'
+        )
+    return tables
+
+
+def _in_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _in_plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple):
+        return [_in_plain(inner) for inner in value]
+    return value
 
 
 def _set_keys(table: Table) -> dict[str, Any]:
@@ -142,10 +168,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _beside(path: Path) -> str:
-    """Some of the TOML files beside a missing one that is like none of them, or where recipes are: to be appended to a
-    repair.
+    """Some of the TOML files beside a missing one that is like none of them, or where recipes are, or the run file of a
+    run directory: to be appended to a repair.
     """
     try:
+        if (path / "run.toml").is_file():
+            return f", such as {printable(path / 'run.toml')}, or the one that this run was started with"
         there = [] if path.exists() or meant(path) else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
@@ -154,17 +182,32 @@ def _beside(path: Path) -> str:
     return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 
-def _split(text: str) -> tuple[list[str], str]:
+def _split(text: str, root: type[Table]) -> tuple[list[str], str]:
     name, equals, value = text.partition("=")
     path = name.strip().split(".")
     if equals and "." in name and name.startswith("-"):
         bare = shown(text.lstrip("-"))
         raise ConfigError(f"command line: {shown(text)} is no override; keys stand without dashes: {bare}")
+    if name.startswith("-"):
+        raise ConfigError(
+            f"command line: {shown(text)} is no key of the run{_key_meant(text, root)}; a script with flags of its own "
+            "reads them first, and hands over what is left: flags, keys = parser.parse_known_args()"
+        )
     if not equals or not 2 <= len(path) <= MAX_DEPTH or not all(path):
-        raise ConfigError(f"command line: {shown(text)} is no override; write table.key=value, as in run.steps=100")
+        meant_key = _key_meant(text, root)
+        raise ConfigError(
+            f"command line: {shown(text)} is no override{meant_key}; write table.key=value, as in run.steps=100"
+        )
     if printable(text) != text:
         raise ConfigError(f"command line: '{printable(text)}' is not UTF-8: write it in UTF-8")
     return path, value.strip()
+
+
+def _key_meant(text: str, root: type[Table]) -> str:
+    """Of a key without its table, as in lr=0.1 and --lr: a clause that names the whole one."""
+    name, equals, value = text.lstrip("-").partition("=")
+    found = places_of(name.strip().replace("-", "_"), root)[:MOST_PLACES]
+    return f" (did you mean {' or '.join(f'{key}{equals}{value}' for key in found)}?)" if found else ""
 
 
 def _value(text: str, declared: Any) -> Any:

@@ -197,7 +197,8 @@ def parse_sample(raw: Any) -> Sample:
     elif isinstance(raw, tuple) and len(raw) in (2, 3):
         parts = dict(zip(KEYS, raw, strict=False))
     else:
-        raise UserCodeError(f"The data set returned {describe(raw)}: {WANTED}.")
+        pair = "; data=(a, b) is training and held-out data, TensorDataset(a, b) pairs inputs with targets"
+        raise UserCodeError(f"The data set returned {describe(raw)}: {WANTED}{pair if hasattr(raw, 'shape') else ''}.")
     inputs, targets = (as_tree(parts[name], name) for name in KEYS[:2])
     if len(parts) == 2:
         return Sample(inputs, targets, weights=None)

@@ -22,6 +22,8 @@ from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
 from shoal.files import cache_folder
 from shoal.launcher.children import wait_for
 from shoal.launcher.lock import FILE_NAME as LOCK_NAME
+from shoal.launcher.warm import MMAP, TRIM
+from shoal.observe.busy import busy
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import differing_keys, read_facts, recorded_run_file
 from shoal.observe.provenance import file_hashes, git_state, packages
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 COMPARED = ("loss/train", "grad/norm", "loss/eval")
 ROUNDING = 1e-5
 """Relative difference of two losses that the order of sums alone explains in float32 (docs/reference/tolerances.md)."""
+KEPT_MEMORY = (TRIM, MMAP)
+"""Variables of the environment that are not compared: how much freed memory a rank keeps follows from the number of
+ranks, and changes no number.
+"""
 OWN_FILES, FEW_FILES = "shoal/", 3
 """How the names of Shoal's own files begin, and how many of them are named one by one."""
 
@@ -113,6 +119,8 @@ def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any])
         found.append(f"the repository was at {_commit(first)}, is at {_commit(second)}")
     for kind, label in (("packages", "package"), ("environment", "environment variable")):
         for name, (before, after) in _changed(first.get(kind), second.get(kind)).items():
+            if name in KEPT_MEMORY:
+                continue
             found.append(f"{label} {name} was {before or 'not there'}, is {after or 'not there'}")
     files = _changed(first.get("files"), second.get("files"))
     own = [name for name in files if name.startswith(OWN_FILES)]
@@ -247,7 +255,8 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
             f"the run, started again, ended with exit code {code}; its own sentence is above, and "
             f"what has changed since: {'; '.join(changed) or 'nothing that was recorded'}"
         )
-    return Reproduction(str(into), changed, diff_runs(run_directory, into))
+    with busy(f"comparing {run_directory} and {into}"):
+        return Reproduction(str(into), changed, diff_runs(run_directory, into))
 
 
 def _is_begun(run_directory: Path, into: Path) -> bool:

@@ -227,6 +227,11 @@ def _draw(curve: Curve, frame: _Frame) -> str:
     return f'<path class="curve {html.escape(curve.look)}" d="{"".join(lines)}"/>'
 
 
+def _mark(curve: Curve) -> str:
+    """The classes of what stands for the curve in the legend: a dot where it has one point, as `_draw` draws it."""
+    return curve.look if len(drawable(curve.values)) != 1 else f"dots {curve.look}"
+
+
 def _pieces(curve: Curve) -> Iterator[list[tuple[float, float]]]:
     """The stretches of a curve between values that cannot be drawn."""
     piece: list[tuple[float, float]] = []
@@ -272,7 +277,7 @@ def _labels(frame: _Frame) -> str:
 
 
 def _caption(title: str, unit: str, curves: Sequence[Curve], level: Level | None, form: Callable[[float], str]) -> str:
-    keys = [(curve.look, curve.label) for curve in curves if curve.label]
+    keys = [(_mark(curve), curve.label) for curve in curves if curve.label]
     if level is not None:
         keys.append(("level", f"{level.label} {form(level.value)}"))
     legend = "".join(

@@ -6,10 +6,12 @@ import http.client
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TextIO
 from urllib.parse import urlsplit
@@ -47,10 +49,25 @@ def close_log(logger: logging.Logger) -> None:
         handler.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A file that a full disk keeps waiting: its lines are written when there is room again. What is said about the run
+    is on the terminal, too, and that the disk is full is said by those who write events and checkpoints.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where a line could not be written; logging's own way is a traceback for each."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def _rank_file(path: Path, rank: int) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     except OSError as fault:
         raise EnvironmentFault(
             f"{path} cannot be opened for writing: {fault.strerror}; "

@@ -69,9 +69,9 @@ class Status:
         self._start_s = clock()
 
     def update(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
-        """Stores a step that ended at the Unix time `time_s`. What an evaluation or a save recorded leaves the step's
-        values standing."""
-        self.step = step
+        """Stores a step that ended at the Unix time `time_s`. What an evaluation or a save recorded leaves the step and
+        its values standing: a script's own loop tells of an evaluation before the step is over.
+        """
         self.goodput.add(Event(step, time_s, self.run.generation, dict(values)), new_attempt=False)
         for name in ("loss/eval", "accuracy/eval"):
             if name in values:
@@ -79,7 +79,7 @@ class Status:
         if math.isfinite(noise := values.get("noise/scale", math.nan)):
             self.critical_batch = noise
         if values.keys() & {"loss/train", "time/step"}:
-            self.values = values
+            self.step, self.values = step, values
             self.totals.add(values)
             if values.get("time/step", 1.0) > 0 and not values.keys().isdisjoint(PACES):
                 self._recent.append(values)

@@ -96,6 +96,8 @@ class _VisibleCursor(Console):
 
 
 BAR_CELLS = 20
+STILL_EVERY_S = 15.0
+"""How often a pipe hears of work that goes on."""
 T = TypeVar("T")
 
 
@@ -116,17 +118,25 @@ class ProgressBar:
 
 
 class PlainProgressBar(ProgressBar):
-    """A line for each text that differs from the one before; counts that move on under one text print nothing."""
+    """A line for each text that differs from the one before; where counts move on under one text, a line now and
+    then.
+    """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last = ""
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._last, self._begun_s, self._said_s = "", 0.0, 0.0
 
     def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
-        if text == self._last:
+        now_s = self._clock()
+        if text != self._last:
+            self._last, self._begun_s, shown = text, now_s, text
+        elif now_s - self._said_s >= STILL_EVERY_S:
+            counted = f"{done}{f' of {total}' if total > 0 else ''}, " if done else ""
+            shown = f"{text} ({counted}{units.clock(now_s - self._begun_s)})"
+        else:
             return
-        self._last = text
-        print(escape_controls(text, encoding=self._stream.encoding or "utf-8"), file=self._stream, flush=True)
+        self._said_s = now_s
+        print(escape_controls(shown, encoding=self._stream.encoding or "utf-8"), file=self._stream, flush=True)
 
 
 class TerminalProgressBar(ProgressBar):
@@ -205,6 +215,7 @@ class PlainDisplay(Sink):
         self._status: Status | None = None
         self._printed_step = -1
         self._printed_s = -float("inf")
+        self._evaluated = False
 
     def start(self, run: RunStart) -> None:
         self._status = _status(run, self._run_directory, self._clock)
@@ -219,10 +230,15 @@ class PlainDisplay(Sink):
             self._status.membership = run.membership
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
+        """Prints the step where it is due or was evaluated. A loop may tell of an evaluation before the step
+        is over: its line waits for the step's own values.
+        """
         if self._status is None:
             return
         self._status.update(step, values, time_s=time_s)
-        if self._is_due() or "loss/eval" in values:
+        self._evaluated |= "loss/eval" in values
+        if self._status.step == step and (self._evaluated or self._is_due()):
+            self._evaluated = False
             self._print_step()
 
     def note(self, text: str) -> None:

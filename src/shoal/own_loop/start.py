@@ -186,6 +186,7 @@ def start_own_loop(
                             run_file, command(), _never,
                             directory=directory, file=file, planner=planner, environ=environ,
                         )  # fmt: skip
+                        atexit.register(gc.freeze)  # as below: this process has imported torch, too
                         sys.exit(int(code))
         place = place or ALONE
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,17 +17,19 @@ import torch
 from aiohttp import web
 from blake3 import blake3
 
-from shoal.errors import EnvironmentFault, UsageError
+from shoal.assembly.federated import serve
+from shoal.errors import EnvironmentFault, InUse, UsageError
 from shoal.federated.rounds import Ticket
 from shoal.federated.secure.messages import Sealed
 from shoal.federated.simulation import Simulation, client_name, data_for, shards_of
 from shoal.federated.transport import messages, service
 from shoal.federated.transport.client import Client
-from shoal.federated.transport.enrol import enrol, enrol_by_token, new_tokens, tls_context
+from shoal.federated.transport.enrol import SERVER, enrol, enrol_by_token, new_tokens, tls_context
 from shoal.federated.transport.host import strategy_of
 from shoal.federated.transport.service import Service
 from shoal.federated.transport.store import ClientStore
-from tests.federated.tasks import task
+from shoal.launcher.sockets import listen_on_loopback
+from tests.federated.tasks import run_file, task
 from tests.federated.transport.serving import Server, packed, serving
 from tests.waiting import HANG_S, NEVER_S, wait_until
 
@@ -110,6 +113,29 @@ def test_a_server_whose_run_is_over_ends_by_ctrl_c_and_by_a_full_disk() -> None:
     assert len(asyncio.run(farewell(lambda task, service: task.cancel()))) == 1
     with pytest.raises(OSError, match="no space left"):
         asyncio.run(farewell(fail))
+
+
+def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
+    enrol(tmp_path, names=[], hosts=["127.0.0.1"])
+    tls = tls_context(tmp_path, SERVER, server=True)
+    with listen_on_loopback() as listener:
+        port = listener.getsockname()[1]
+        host: Any = SimpleNamespace()
+        with pytest.raises(InUse, match=f"cannot listen on 127.0.0.1:{port} .Address already in use.: give another"):
+            asyncio.run(Service(host).run(tls, address="127.0.0.1", port=port, listening=str))
+
+
+def test_a_full_disk_is_a_sentence_that_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever file it was: a write does not say of which."""
+
+    async def write(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Service, "run", write)
+    enrol(tmp_path / "certificates", names=[], hosts=["127.0.0.1"])
+    run = run_file(run={"directory": str(tmp_path / "run")})
+    with pytest.raises(EnvironmentFault, match=rf"{tmp_path}/run/federated.*disk is full.* goes on with round 1$"):
+        serve(run, certificates=tmp_path / "certificates", address="127.0.0.1", port=0, listening=str, told=str)
 
 
 def upload(model: torch.Tensor, *, samples: int, scale: float = 1.0, value: float | None = None) -> bytes:

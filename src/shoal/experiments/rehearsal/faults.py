@@ -4,6 +4,7 @@ is full.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import heapq
 import os
@@ -251,9 +252,13 @@ def _ones_complement(data: bytes) -> int:
 
 
 # A run directory on a file system of its own, which a rehearsal fills: a tmpfs of a few megabytes. Needs root.
+#
+# It is mounted in a mount namespace of this process and its children (mount_namespaces(7)): nobody else sees it, and it
+# goes with the last of them, also where they are killed.
 
 
 FILLER, CHUNK_BYTES = "filler", 1 << 20
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 
 def why_no_small_disk() -> str | None:
@@ -272,6 +277,7 @@ def why_no_small_disk() -> str | None:
 def small_disk(directory: Path, size_bytes: int) -> Iterator[None]:
     """`directory` is a file system of that size; its content stays behind when it goes. Raises `EnvironmentFault`."""
     directory.mkdir(parents=True)
+    _unshare_mounts()
     made = _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(directory))
     if made.returncode != 0:
         raise EnvironmentFault(f"no tmpfs can be mounted here: {made.stderr.strip()}")
@@ -284,6 +290,13 @@ def small_disk(directory: Path, size_bytes: int) -> Iterator[None]:
         _run("umount", "--lazy", str(directory))
     directory.rmdir()
     kept.rename(directory)
+
+
+def _unshare_mounts() -> None:
+    """What this process and its children mount from here on is theirs alone. Raises `EnvironmentFault`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None):
+        raise EnvironmentFault(f"no tmpfs can be mounted here: {os.strerror(ctypes.get_errno())}")
 
 
 def fill(directory: Path) -> None:

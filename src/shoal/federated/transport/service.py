@@ -11,7 +11,9 @@ POST /enrol                            a token and a request for a certificate; 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import re
 import ssl
 import time
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import MissingExtra, UsageError
+from shoal.errors import EnvironmentFault, InUse, MissingExtra, UsageError
 from shoal.federated.report import RoundFigures
 from shoal.federated.rounds import Ticket
 from shoal.federated.secure.server import Refused
@@ -71,7 +73,9 @@ class Service:
         self._failed: asyncio.Future[None] | None = None
 
     async def run(self, tls: ssl.SSLContext, *, address: str, port: int, listening: Callable[[int], object]) -> None:
-        """`listening` hears the port. Raises what the host raises, such as for a disk that is full."""
+        """`listening` hears the port. Raises what the host raises, such as for a disk that is full, `InUse` for a port
+        that is taken, and `EnvironmentFault` where nothing can listen.
+        """
         self._failed = asyncio.get_running_loop().create_future()
         app = web.Application(client_max_size=messages.MOST_MESSAGE_BYTES)
         app.add_routes(
@@ -90,7 +94,12 @@ class Service:
         await runner.setup()
         try:
             site = web.TCPSite(runner, address, port, ssl_context=tls)
-            await site.start()
+            try:
+                await site.start()
+            except OSError as error:
+                kind = InUse if error.errno == errno.EADDRINUSE else EnvironmentFault
+                why = os.strerror(error.errno or 0)
+                raise kind(f"the server cannot listen on {address}:{port} ({why}): give another --port") from error
             listening(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
             await self._rounds()
         finally:
