@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.lightning.arguments import CARRIED, REFUSED, require_callback, settings_of, steps_of
+from shoal.lightning.arguments import CARRIED, REFUSED, require_callback, require_optimizers, settings_of, steps_of
 from shoal.lightning.data import shares
 from shoal.observe.sink import OPEN_END
 
@@ -104,3 +104,44 @@ def test_an_evaluation_has_each_sample_once(samples: int, size: int, ranks: int)
     assert {len(own) for own in each} == {-(-samples // size)}
     if samples >= size >= 2 * ranks:
         assert all(rows for own in each for rows in own)
+
+
+@slow
+def test_modules_that_would_train_otherwise_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by a sentence, before anything starts."""
+    import torch
+    from lightning import LightningModule
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from shoal.lightning import Trainer
+
+    class Own(LightningModule):
+        def training_step(self, batch: Any) -> Any: ...
+
+        def configure_optimizers(self) -> Any: ...
+
+    class Backward(Own):
+        def backward(self, loss: Any) -> None: ...
+
+    class Iterates(Own):
+        def training_step(self, dataloader_iter: Any) -> Any: ...
+
+    class Adds(Own):
+        def configure_callbacks(self) -> Any:
+            return StochasticWeightAveraging(1e-2)
+
+    def refusal(module: Any, **given: Any) -> str:
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit(module, [1, 2], **given)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "on_after_backward" in refusal(Backward())
+    assert "take batch" in refusal(Iterates())
+    assert "WeightAveraging" in refusal(Adds())
+    assert "load_from_checkpoint" in refusal(Own(), ckpt_path="a.ckpt")
+    assert "DataLoader" in refusal(Own())
+    assert "no LightningModule" in refusal(torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="several times over"):
+        require_optimizers([torch.optim.LBFGS(torch.nn.Linear(1, 1).parameters())])

@@ -66,7 +66,8 @@ class Classes(L.LightningModule):
         x, y = batch
         loss = F.cross_entropy(self(x), y)
         self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
-        self.events.append([self.current_epoch, self.global_step, batch_idx])
+        logged = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # under which number, in a logger
+        self.events.append([self.current_epoch, self.global_step, batch_idx, logged])
         return {"loss": loss, "rows": len(y)}
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -101,14 +102,16 @@ train = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
 held_out = DataLoader(TensorDataset(x[:10], y[:10]), batch_size=4)
 module = Classes()
 best = ModelCheckpoint(dirpath="best", monitor="val", save_last=True)
-trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", devices=1, accumulate_grad_batches=2, **ALONE,
-    gradient_clip_val=0.5,
+trainer = Trainer(max_epochs=EPOCHS, val_check_interval=CHECKS, accelerator="cpu", devices=1, **ALONE,
+    accumulate_grad_batches=2, gradient_clip_val=0.5,
     logger=CSVLogger("logs"), log_every_n_steps=1, callbacks=[Seen(), best, LearningRateMonitor(),
-    EarlyStopping("val", patience=9)], enable_progress_bar=False, enable_model_summary=False)
+    EarlyStopping("val", patience=99)], enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(module, train, held_out)
 after = [trainer.global_step, trainer.current_epoch, module.events]
 tested = trainer.test(module, held_out, verbose=False)
 left(trainer, module, after=after, seen=Seen.found, tested=tested, best=float(best.best_model_score),
+    best_tested=trainer.test(ckpt_path="best", dataloaders=held_out, verbose=False), loaded=float(
+        Classes.load_from_checkpoint(best.best_model_path).net[0].weight.double().sum()),
     rate=trainer.lr_scheduler_configs[0].scheduler.get_last_lr())
 """
 )
@@ -184,13 +187,15 @@ class GPT(L.LightningModule):
         return loss
     def on_train_epoch_start(self):
         self.seen = 0
+        if EARLY and self.current_epoch:
+            self.lr_schedulers().step()
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += 1
     def configure_optimizers(self):
         plain = [p for p in self.parameters() if p.dim() < 2]
         decayed = [p for p in self.parameters() if p.dim() > 1]
         optimizer = torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": decayed}], lr=3e-3)
-        warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
+        warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 12))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm, "interval": "step", "frequency": 2}}
 
 def row(many):
@@ -254,8 +259,16 @@ left(trainer, module, steps=trainer.global_step, rates=[each.param_groups[0]["lr
 
 
 def script(folder: Path, text: str, source: str, **constants: Any) -> Path:
-    defaults = {"SAMPLES": 24, "DROPOUT": 0.0, "EPOCHS": 3, "STEPS": 7, "ACCUMULATES": 1, "UNEVEN": False}
-    for name, value in (defaults | {"TOGGLES": True} | constants).items():
+    defaults = {
+        "SAMPLES": 24,
+        "DROPOUT": 0.0,
+        "EPOCHS": 3,
+        "STEPS": 7,
+        "ACCUMULATES": 1,
+        "UNEVEN": False,
+        "EARLY": False,
+    }
+    for name, value in (defaults | {"TOGGLES": True, "EARLY": False, "CHECKS": 1.0} | constants).items():
         text = text.replace(name, repr(value))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "mine.py"
@@ -314,6 +327,64 @@ def test_it_trains_as_lightning_does(text: str, tmp_path: Path) -> None:
         assert_alike(folder, tmp_path / "plain", 1e-13 if text is IMAGES else ROUNDING)
 
 
+MID = CLASSES.replace("CHECKS", "3")
+COPIES = CLASSES.replace("accumulate_grad_batches=2", "accumulate_grad_batches=1").replace("SAMPLES", "25")
+FSDP = TOKENS.replace("logger=False", 'logger=False, **({} if ALONE else {"strategy": "fsdp"})')
+LIMITED = TOKENS.replace("max_steps=STEPS", "limit_train_batches=2, max_epochs=3").replace(
+    "shuffle=True", "shuffle=False"
+)
+ITEMS = TOKENS.replace(
+    "DataLoader(data, batch_size=8 // ACCUMULATES, shuffle=True)", "DataLoader(Items(), batch_size=8)"
+).replace(
+    "module = GPT()",
+    """
+class Items(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for _ in range(4):
+            yield from data
+module = GPT()
+""",
+)
+AVERAGE = TOKENS.replace("logger=False", "callbacks=[EMAWeightAveraging(decay=0.9)], logger=False").replace(
+    "import lightning as L", "import lightning as L\nfrom lightning.pytorch.callbacks import EMAWeightAveraging"
+)
+OLD = TOKENS.replace("lightning as L", "pytorch_lightning as L").replace(
+    "from lightning.pytorch", "from pytorch_lightning"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [MID, COPIES, FSDP, LIMITED, ITEMS, AVERAGE],
+    ids=["validated-in-a-step", "fewer-samples-than-ranks", "fsdp", "limited", "iterable", "average"],
+)
+def test_so_do_other_scripts(text: str, tmp_path: Path) -> None:
+    """On two ranks, one of which may have no sample of a batch: the copy that it computes counts for nothing."""
+    expected = plain(tmp_path / "plain", text)
+    assert_near(ours(tmp_path / "two", text, world=2), expected)
+    assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+def test_modules_of_the_other_package_train_too(tmp_path: Path) -> None:
+    """Those of `pytorch_lightning`, as those of `lightning`."""
+    expected = plain(tmp_path / "plain", TOKENS)
+    assert_near(ours(tmp_path / "two", OLD, world=2), expected)
+    assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+def test_an_average_that_a_callback_keeps_goes_on(tmp_path: Path) -> None:
+    """What callbacks add to a checkpoint of Lightning's is in those of the run; a hook that is called again, as the
+    module is a new one, steps no scheduler a second time.
+    """
+    keys = "checkpoint.every_steps=2"
+    ours(tmp_path / "whole", AVERAGE, keys, world=2, EARLY=True)
+    file = script(tmp_path / "cut", AVERAGE, "shoal.lightning", EARLY=True)
+    assert run_script(file, tmp_path / "cut", keys, world=2, dies_at=6)[-1] == -9
+    ours(tmp_path / "cut", AVERAGE, keys, world=2, EARLY=True)
+    assert step_of_resume(tmp_path / "cut") > 0
+    assert_alike(tmp_path / "cut", tmp_path / "whole", rounding=0)
+
+
 def test_two_losses_of_one_optimizer_need_no_toggles(tmp_path: Path) -> None:
     """Each loss is of the optimizer that steps behind it."""
     plain(tmp_path / "plain", ADVERSARIES, TOGGLES=False)
@@ -348,24 +419,27 @@ def step_of_resume(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("world", "keys"), [(1, ()), (2, ()), (2, SHARDED)])
-@pytest.mark.parametrize("dies_at", [11, 17])
-def test_a_killed_script_goes_on_bit_by_bit(world: int, keys: tuple[str, ...], dies_at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dies_at", "within"), [(17, False), (27, True)])
+def test_a_killed_script_goes_on_bit_by_bit(
+    world: int, keys: tuple[str, ...], dies_at: int, within: bool, tmp_path: Path
+) -> None:
     """By the same command, within an epoch and at its beginning, with dropout and an epoch that does not divide: the
     same bits, schedules, metrics of epochs, and best checkpoint.
     """
-    constants = {"SAMPLES": 26, "DROPOUT": 0.1, "EPOCHS": 4}
-    whole = ours(tmp_path / "whole", CLASSES, *keys, "checkpoint.every_steps=3", world=world, **constants)
+    constants = {"SAMPLES": 58, "DROPOUT": 0.1, "EPOCHS": 3}  # 15 batches, 8 steps
+    constants["CHECKS"] = 2 if within else 1.0  # a validation behind each step, where a checkpoint is
+    whole = ours(tmp_path / "whole", CLASSES, *keys, "checkpoint.every_steps=2", world=world, **constants)
     cut = tmp_path / "cut"
-    keys = (*keys, "checkpoint.every_steps=3")
+    keys = (*keys, "checkpoint.every_steps=2")
     file = script(cut, CLASSES, "shoal.lightning", **constants)
     assert run_script(file, cut, *keys, world=world, dies_at=dies_at)[-1] == -9
     resumed = ours(cut, CLASSES, *keys, world=world, **constants)
-    assert step_of_resume(cut) > 0
+    assert step_of_resume(cut) > (8 if within else 0)
     events = [each for each in resumed["after"][2] if each[0] != "steps"]
     assert whole["after"][2][-len(events) :] == events
     assert resumed["after"][:2] == whole["after"][:2]
     assert resumed["seen"] == whole["seen"][-len(resumed["seen"]) :]
-    for name in ("tested", "best", "rate"):
+    for name in ("tested", "best", "best_tested", "loaded", "rate"):
         assert resumed[name] == whole[name]
     assert_alike(cut, tmp_path / "whole", rounding=0)
 
@@ -376,7 +450,7 @@ def test_a_killed_script_goes_on_bit_by_bit(world: int, keys: tuple[str, ...], d
 
 def test_a_stop_is_kept(tmp_path: Path) -> None:
     """`EarlyStopping` finishes the run: started again, it trains no more."""
-    text = CLASSES.replace("patience=9", "patience=1, min_delta=9.0")
+    text = CLASSES.replace("patience=99", "patience=1, min_delta=9.0")
     expected = plain(tmp_path / "plain", text, EPOCHS=6)
     folder = tmp_path / "two"
     assert_near(ours(folder, text, world=2, EPOCHS=6), expected)

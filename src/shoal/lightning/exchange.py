@@ -6,6 +6,7 @@ Before the run begins, and behind its end, this process is alone. What is sent i
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,22 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def is_first() -> bool:
-    """Whether this is rank 0."""
-    return ranks() == 1 or dist.get_rank() == 0
+def of_each(own: Tensor) -> list[Tensor]:
+    """What every rank has, of tensors of one shape."""
+    return [own] if ranks() == 1 else list(all_gathered(own, None, sync_grads=False))
+
+
+def part_of(each: Sequence[Tensor], operation: str) -> Tensor:
+    """This rank's of what every rank had. Where there were others, the first one has their sum, or all have the
+    smallest or the largest.
+    """
+    rank = dist.get_rank() if ranks() > 1 else 0
+    if len(each) == ranks():
+        return each[rank]
+    whole = torch.stack(list(each))
+    if operation in ("min", "max"):
+        return whole.amin(0) if operation == "min" else whole.amax(0)
+    return whole.sum(0) if rank == 0 else torch.zeros_like(each[0])
 
 
 def reduced(value: Any, operation: Any, group: Any = None, *, weight: int | None = None) -> Any:

@@ -1,8 +1,8 @@
 """What a checkpoint of the run holds of Lightning: where its loops are, its callbacks' state, what was logged.
 
 Tensors of one number, such as a best score, come and go with the training, and are held as numbers; others, such as a
-moving average of the weights, are there before a run is resumed. Values that were summed up over a part of an epoch are
-held as those of all ranks, so that a run goes on with another number of them.
+moving average of the weights, are there before a run is resumed. Of values that were summed up over a part of an epoch
+it has each rank's, and a run goes on with another number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.lightning import exchange
 from shoal.lightning.package import part
 
 if TYPE_CHECKING:
@@ -30,22 +29,25 @@ class Kept:
 
     def state_dict(self) -> dict[str, Any]:
         trainer, call = self._trainer, part("trainer.call")
-        hooks, own = self._checkpoint({}), self._checkpoint(_shapes(trainer.lightning_module))
+        weights = _shapes(trainer.lightning_module)
+        hooks, own = self._checkpoint(weights), self._checkpoint(dict(weights))
         call._call_callbacks_on_save_checkpoint(trainer, hooks)
         call._call_lightning_module_hook(trainer, "on_save_checkpoint", own)
         del own["state_dict"]
+        of_run = [name for name, each in hooks.items() if each is weights]  # the run itself has them
         data = trainer.datamodule
         connector = trainer._logger_connector
         return {
             "loops": trainer.fit_loop.state_dict(),
             "callbacks": plain(call._call_callbacks_state_dict(trainer)),
-            "hooks": plain(hooks),
+            "hooks": plain({name: each for name, each in hooks.items() if name not in of_run}),
+            "weights": of_run,
             "module": plain(own),
             "data": plain({} if data is None else data.state_dict()),
             "metrics": {
                 kind: plain(getattr(connector, f"_{kind}_metrics")) for kind in ("callback", "logged", "progress_bar")
             },
-            "logged": plain(trainer.fit_loop.epoch_loop._results.kept(trainer.strategy.reduce)),
+            "logged": plain(trainer.fit_loop.epoch_loop._results.kept()),
             "logged_in": connector._current_fx,
             "stopped": bool(trainer.should_stop),
         }
@@ -63,6 +65,9 @@ class Kept:
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         trainer, call = self._trainer, part("trainer.call")
         hooks = {**restored(kept["hooks"]), "callbacks": restored(kept["callbacks"])}
+        for name in kept["weights"]:  # where it was left, no weight is read
+            module = trainer.lightning_module
+            hooks[name] = _shapes(module) if name == "state_dict" else module.state_dict()
         own = {"state_dict": _shapes(trainer.lightning_module), **restored(kept["module"])}
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", own)
         call._call_callbacks_on_load_checkpoint(trainer, hooks)
@@ -81,9 +86,8 @@ class Kept:
 
     def _go_on_logging(self, kept: Mapping[str, Any]) -> None:
         trainer = self._trainer
-        loop, connector, strategy = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.strategy
-        logged = restored(kept["logged"])
-        loop._results.restore(logged, strategy.reduce, first=exchange.is_first())
+        loop, connector, logged = trainer.fit_loop.epoch_loop, trainer._logger_connector, restored(kept["logged"])
+        loop._results.restore(logged, trainer.strategy.reduce)
         if loop.batch_progress.current.ready and logged:  # of an epoch that is open
             connector._current_fx, connector._first_loop_iter = kept["logged_in"], False
 

@@ -4,6 +4,7 @@ ends where the run says, a stop by a signal is the run's, and a resumed run goes
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -64,17 +65,26 @@ class FitLoop(_FitLoop):
     """Goes over the epochs."""
 
     def on_advance_start(self) -> None:
-        if self.restarted_mid_epoch and self.epoch_loop.batch_progress.current.ready == 0:
+        if self.restarted_mid_epoch:
             self._begin_again()
         super().on_advance_start()
         self._restarting = False  # from here on the epoch is like any other
 
     def _begin_again(self) -> None:
-        """A run that goes on with the first batch of an epoch calls the hooks of its start, as a module may need."""
-        trainer = self.trainer
-        call = part("trainer.call")
+        """The hooks of an epoch's start, in which modules make what they count in: this module is a new one. Schedulers
+        and rates are those of the checkpoint, whatever the hooks do.
+        """
+        trainer, call = self.trainer, part("trainer.call")
+        schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+        states = [deepcopy(each.state_dict()) for each in schedulers]
+        groups = [group for each in trainer.optimizers for group in each.param_groups]
+        rates = [group["lr"] for group in groups]
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        for scheduler, state in zip(schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def on_run_end(self) -> None:
         super().on_run_end()

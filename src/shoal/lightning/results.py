@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shoal.lightning import exchange
 from shoal.lightning.package import part
 
 if TYPE_CHECKING:
@@ -44,33 +45,29 @@ class Results(_ResultCollection):
         finally:
             sync.should = asked
 
-    def kept(self, reduce: Callable[..., Any]) -> list[dict[str, Any]]:
-        """What was logged of an epoch that is open, over all ranks, for a checkpoint; `reduce` is the strategy's."""
+    def kept(self) -> list[dict[str, Any]]:
+        """What was logged of an epoch that is open, for a checkpoint: each rank's part of it."""
         found = []
         for metric in self.values():
             meta = metric.meta
             if not metric.is_tensor or not meta.on_epoch or metric.has_reset or meta.enable_graph:
                 continue
-            name = meta.reduce_fx.__name__
-            operation = "sum" if name == "mean" else name
-            counted = reduce(metric.cumulated_batch_size, reduce_op="sum") if name == "mean" else None
             options = {each: getattr(meta, each) for each in _OPTIONS}
-            options |= {"reduce_fx": name, "sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
-            value = metric.value if meta.sync.rank_zero_only else reduce(metric.value, reduce_op=operation)
-            found.append({"options": options, "value": value, "counted": counted})
+            options |= {"reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
+            options |= {"rank_zero_only": meta.sync.rank_zero_only}
+            counted = exchange.of_each(metric.cumulated_batch_size) if meta.is_mean_reduction else None
+            found.append({"options": options, "value": exchange.of_each(metric.value), "counted": counted})
         return found
 
-    def restore(self, kept: Sequence[Mapping[str, Any]], reduce: Callable[..., Any], *, first: bool) -> None:
-        """Goes on from there. Of a sum the `first` rank has all, and the others begin at 0."""
+    def restore(self, kept: Sequence[Mapping[str, Any]], reduce: Callable[..., Any]) -> None:
+        """Goes on from there, each rank with its part; `reduce` is the strategy's."""
         for each in kept:
-            name, reduction, value = each["options"]["name"], each["options"]["reduce_fx"], each["value"]
             options = each["options"]
-            self.log(**options, value=value, sync_dist_fn=reduce, batch_size=1)  # pyright: ignore
-            (metric,) = [m for m in self.values() if m.meta.name == name and m.meta.fx == options["fx"]]
-            metric.value = value if first or reduction in ("min", "max") else value * 0
-            metric._forward_cache = None
+            self.log(**options, value=each["value"][0], sync_dist_fn=reduce, batch_size=1)  # pyright: ignore
+            (metric,) = [m for m in self.values() if (m.meta.name, m.meta.fx) == (options["name"], options["fx"])]
+            metric.value, metric._forward_cache = exchange.part_of(each["value"], options["reduce_fx"]), None
             if each["counted"] is not None:
-                metric.cumulated_batch_size = each["counted"] if first else each["counted"] * 0
+                metric.cumulated_batch_size = exchange.part_of(each["counted"], "sum")
 
 
 _OPTIONS = (
