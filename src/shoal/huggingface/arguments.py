@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from math import ceil
 from pathlib import Path
@@ -21,15 +19,9 @@ import transformers
 from accelerate import PartialState
 from transformers.training_args import OptimizerNames
 
-from shoal.assembly.start import leave_with
-from shoal.config.load import apply, read
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 from shoal.launcher.environment import ALONE, place_from
-from shoal.launcher.own_script import divided, keys_told
-from shoal.runfile.run_file import RunFile
-
-LAUNCHERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_|MV2_|MPI_|SLURM_|CCL_")
-"""Variables by which accelerate finds that there are ranks to connect."""
+from shoal.own_loop.other_libraries import below, keys_of, refusing, said_by, without_launcher
 
 
 class Whereabouts(NamedTuple):
@@ -39,25 +31,6 @@ class Whereabouts(NamedTuple):
     local_rank: int
     world_size: int
     device: torch.device
-
-
-@contextmanager
-def without_launcher() -> Iterator[None]:
-    """Hides the ranks of a launcher: inside, this process is alone."""
-    before = {name: os.environ.pop(name) for name in list(os.environ) if LAUNCHERS.match(name)}
-    try:
-        yield
-    finally:
-        os.environ.update(before)
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Ends the process with the sentence and exit code of a refusal inside."""
-    try:
-        yield
-    except ShoalError as refusal:
-        leave_with(refusal, os.environ)
 
 
 def _before_the_run() -> Whereabouts:
@@ -316,10 +289,8 @@ def plan_of(
     """What the arguments stand for, below a run file or its tables, below keys (None: those of the command line), for a
     data set of so many samples; None: an iterable. Raises `UsageError` where nobody knows how long the run is.
     """
-    given = read(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    tables = {**given, **{name: {**own, **given.get(name, {})} for name, own in tables_of(arguments).items()}}
-    keys = divided(sys.argv[1:])[0] if overrides is None else list(overrides)
-    said = apply(tables, [key for key in [*keys, *keys_told(os.environ)] if "=" in key], RunFile)
+    tables, keys = below(config, tables_of(arguments)), keys_of(overrides)
+    said = said_by(tables, keys)
     micro = arguments.per_device_train_batch_size
     batch = said.get("batch", {}).get("global_samples") or micro * arguments.gradient_accumulation_steps
     tables["batch"] = {"micro_samples": min(micro, batch), **tables.get("batch", {})}

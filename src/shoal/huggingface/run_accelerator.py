@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UserCodeError
-from shoal.huggingface.arguments import without_launcher
 from shoal.huggingface.labels import IGNORED
+from shoal.own_loop.other_libraries import without_launcher
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training

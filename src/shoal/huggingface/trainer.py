@@ -45,7 +45,6 @@ from shoal.huggingface.arguments import (
     Whereabouts,
     doubtful,
     plan_of,
-    refusing,
     require_carried,
     require_methods,
     require_own_checkpoint,
@@ -57,6 +56,7 @@ from shoal.huggingface.labels import input_tokens, require_repeatable
 from shoal.huggingface.run_accelerator import RunAccelerator
 from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import script_check
+from shoal.own_loop.other_libraries import refusing
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training

@@ -48,9 +48,9 @@ from shoal.huggingface.accelerate.state import (
     go_back,
     require_state_of,
 )
-from shoal.huggingface.arguments import refusing, without_launcher
 from shoal.launcher.own_script import script_check
 from shoal.own_loop.objects import data_of_script
+from shoal.own_loop.other_libraries import refusing, without_launcher
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training

@@ -7,7 +7,6 @@ instead; so are the variables by which `accelerate launch` hands over the answer
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
@@ -15,22 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 from accelerate.utils import ProjectConfiguration
 
-from shoal.assembly.start import processes_of
-from shoal.config.load import apply, read
 from shoal.errors import UsageError
-from shoal.launcher.environment import place_from
-from shoal.launcher.own_script import divided, keys_told
 from shoal.observe.sink import OPEN_END
-from shoal.own_loop.start import run_file_of_loop
-from shoal.runfile.run_file import RunFile
+from shoal.own_loop.other_libraries import below, keys_of, ranks_of, said_by, seed_of_script
 
 PRECISIONS = {"no": None, "fp16": "float16", "bf16": "bfloat16"}
 """By `mixed_precision`: the `precision.kind`."""
-UNSEEDED = torch.Generator().initial_seed()
-"""What PyTorch's generator is seeded with where no script has done it."""
 
 CARRIED = (
     *("mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu"),
@@ -245,10 +236,8 @@ def plan_of(
     a DataLoader with that batch size and what is handed over as `data`. Raises `UsageError` for a batch that the ranks
     cannot share, and where nobody knows how long the run is.
     """
-    given = read(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    tables = {**given, **{name: {**own, **given.get(name, {})} for name, own in _tables(settings).items()}}
-    keys = divided(sys.argv[1:])[0] if overrides is None else list(overrides)
-    said = apply(tables, [key for key in [*keys, *keys_told(os.environ)] if "=" in key], RunFile)
+    tables, keys = below(config, _tables(settings)), keys_of(overrides)
+    said = said_by(tables, keys)
     step, steps = batch * settings.accumulation, said.get("run", {}).get("steps")
     if (asked := said.get("batch", {}).get("global_samples", step)) != step:
         raise UsageError(
@@ -257,7 +246,7 @@ def plan_of(
         )
     if endless and steps is None:
         raise UsageError("the DataLoader's data set is an iterable, which has no epochs: set run.steps")
-    ranks = _ranks(tables, keys, step=step, data=data)
+    ranks = ranks_of(tables, keys, file="shoal.huggingface.Accelerator", step=step, data=data)
     if batch % ranks:
         raise UsageError(
             f"the DataLoader has a batch_size of {batch}, which {ranks} ranks cannot share: make it a multiple of "
@@ -270,9 +259,7 @@ def plan_of(
 
 def _tables(settings: Settings) -> dict[str, dict[str, Any]]:
     """The tables of the run file that the arguments stand for. Checkpoints are saved when the script asks for it."""
-    run: dict[str, Any] = {"device": "cpu"} if settings.cpu else {}
-    if torch.initial_seed() != UNSEEDED:
-        run["seed"] = torch.initial_seed() % 2**63
+    run: dict[str, Any] = {**({"device": "cpu"} if settings.cpu else {}), **seed_of_script()}
     if settings.project.project_dir is not None:
         run["directory"] = os.path.join(settings.project.project_dir, "shoal")
     kind, kept = settings.precision, settings.project.total_limit
@@ -281,15 +268,3 @@ def _tables(settings: Settings) -> dict[str, dict[str, Any]]:
         "checkpoint": {"every_steps": 0, **({"keep": kept} if kept else {})},
         **({"precision": {"kind": kind}} if kind else {}),
     }
-
-
-def _ranks(tables: dict[str, Any], keys: Sequence[str], *, step: int, data: Any) -> int:
-    """How many ranks the run will have."""
-    place = place_from(os.environ)
-    if place is not None:
-        return place.world_size
-    run_file = run_file_of_loop(
-        tables, [key for key in keys if "=" in key], file="shoal.huggingface.Accelerator", loader=None, data=data,
-        samples=step, epochs=None, steps=OPEN_END,
-    )  # fmt: skip
-    return processes_of(run_file)

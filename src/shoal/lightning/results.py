@@ -1,0 +1,76 @@
+"""What `self.log` collects, over all ranks.
+
+A value of an epoch is always that of all ranks: the mean over samples, the sum, the smallest or the largest, whatever
+`sync_dist` says. One of a step is this rank's, as with Lightning, unless `sync_dist` asks for all. A copy of a sample,
+which a rank computes that has none, weighs nothing in a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shoal.lightning import exchange
+from shoal.lightning.package import part
+
+if TYPE_CHECKING:
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+else:
+    result = part("trainer.connectors.logger_connector.result")
+    _ResultCollection, _ResultMetric = result._ResultCollection, result._ResultMetric
+
+
+class Results(_ResultCollection):
+    """See above. `samples` gives those of the batch that this rank is at; None: as many as the batch has."""
+
+    def __init__(self, *, training: bool, samples: Callable[[], int | None]) -> None:
+        super().__init__(training)
+        self._samples = samples
+
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        if self._samples() == 0:
+            return 0
+        return super()._extract_batch_size(value, batch_size, meta)
+
+    @staticmethod
+    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
+        sync = result_metric.meta.sync
+        if on_step or not result_metric.is_tensor or sync.rank_zero_only or result_metric._computed is not None:
+            return _ResultCollection._get_cache(result_metric, on_step)
+        asked, sync.should = sync.should, True
+        try:
+            return _ResultCollection._get_cache(result_metric, on_step)
+        finally:
+            sync.should = asked
+
+    def kept(self) -> list[dict[str, Any]]:
+        """What was logged of an epoch that is open, for a checkpoint: each rank's part of it."""
+        found = []
+        for metric in self.values():
+            meta = metric.meta
+            if not metric.is_tensor or not meta.on_epoch or metric.has_reset or meta.enable_graph:
+                continue
+            options = {each: getattr(meta, each) for each in _OPTIONS}
+            options |= {"reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
+            options |= {"rank_zero_only": meta.sync.rank_zero_only}
+            counted = exchange.of_each(metric.cumulated_batch_size) if meta.is_mean_reduction else None
+            found.append({"options": options, "value": exchange.of_each(metric.value), "counted": counted})
+        return found
+
+    def restore(self, kept: Sequence[Mapping[str, Any]], reduce: Callable[..., Any]) -> None:
+        """Goes on from there, each rank with its part; `reduce` is the strategy's."""
+        for each in kept:
+            options = each["options"]
+            self.log(**options, value=each["value"][0], sync_dist_fn=reduce, batch_size=1)  # pyright: ignore
+            (metric,) = [m for m in self.values() if (m.meta.name, m.meta.fx) == (options["name"], options["fx"])]
+            metric.value, metric._forward_cache = exchange.part_of(each["value"], options["reduce_fx"]), None
+            if each["counted"] is not None:
+                metric.cumulated_batch_size = exchange.part_of(each["counted"], "sum")
+
+
+_OPTIONS = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
+    "metric_attribute",
+)
