@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,21 @@ from typer.testing import CliRunner
 from benchmarks.gpu import (
     CODECS,
     COMPILED,
-    LAYOUTS,
+    DRY,
+    FIRST,
     MASKED,
     OVER,
     PLAIN,
-    RUN,
     SHOAL,
     SIDES,
+    Book,
+    Setting,
     compared,
     gpu,
-    page,
+    openings,
     require_gpu,
 )
+from benchmarks.gpu_layouts import LAYOUTS, RUN, page
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
@@ -61,6 +65,35 @@ def test_what_time_does_not_suffice_for_is_said() -> None:
     )
     rows = {row["side"]: row for row in json.loads(done.stdout)["dry run"]["rows"]}
     assert {side for side, row in rows.items() if row.get("refused") == OVER} == {*SIDES, *MASKED}
+
+
+def test_what_was_measured_is_kept_where_a_side_ends_the_process(tmp_path: Path, monkeypatch) -> None:
+    """The file has the sides before it, and those of another card; the first sides take the place of what was there."""
+    out = tmp_path / "gpu.json"
+    out.write_text(json.dumps({"H100": {"rows": []}, "dry run": {"rows": [{"side": "float8", "ms": 1.0}]}}))
+
+    def ends(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.gpu.trained", ends)
+    with pytest.raises(KeyboardInterrupt):
+        gpu(out=out, sides="first", dry_run=True, layouts=None, limit_s=100.0, turns=2, block=1, kernels=False)
+    found = json.loads(out.read_text())
+    assert found["H100"] == {"rows": []}
+    assert [row["side"] for row in found["dry run"]["rows"]] == [PLAIN, COMPILED[PLAIN]]
+
+
+def test_further_sides_are_added_to_the_first_ones() -> None:
+    book = Book(None, "H100", {}, {"rows": [{"side": PLAIN, "ms": 1.0}, {"side": "float8", "refused": OVER}]})
+    book.note("rows", "side", [{"side": "float8", "ms": 2.0}, {"side": "2:4", "ms": 3.0}])
+    rows = json.loads(book.text)["H100"]["rows"]
+    assert rows == [{"side": PLAIN, "ms": 1.0}, {"side": "float8", "ms": 2.0}, {"side": "2:4", "ms": 3.0}]
+
+
+def test_the_sides_that_matter_most_are_measured_first(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        names = [*openings(Setting(torch.device("cpu"), DRY, tmp_path, stack))]
+    assert names[: len(FIRST)] == list(FIRST)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
