@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,6 +33,9 @@ from benchmarks.gpu_layouts import LAYOUTS, RUN, page
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
+from tests.waiting import HANG_S
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu.sh"
 
 
 @pytest.mark.slow
@@ -94,6 +99,47 @@ def test_the_sides_that_matter_most_are_measured_first(tmp_path: Path) -> None:
     with ExitStack() as stack:
         names = [*openings(Setting(torch.device("cpu"), DRY, tmp_path, stack))]
     assert names[: len(FIRST)] == list(FIRST)
+
+
+PYTHON = """#!/bin/sh
+case "$*" in
+  *m.version*) exit 1 ;;
+  *find_spec*) exit 0 ;;
+esac
+echo "$*" >> called
+case "$*" in
+  *$FAILS*) exit 139 ;;
+esac
+"""
+"""In the place of a Python: what it was asked for, in the order of the script. The process that has `$FAILS` dies."""
+
+
+@pytest.mark.parametrize(("fails", "seconds"), [("no part", 240), ("--sides first", 240), ("pytest", 240), ("", 5)])
+def test_a_part_that_dies_takes_nothing_from_the_others(tmp_path: Path, fails: str, seconds: int) -> None:
+    """What matters most comes first, and the script says in the end what failed, or had no time left."""
+    python, tests = tmp_path / "python", tmp_path / "tests"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    tests.mkdir()
+    (tests / "test_one.py").write_text("pytestmark = pytest.mark.gpu")
+    (tests / "test_other.py").write_text("import what_is_not_there")
+    (tmp_path / "pyproject.toml").write_text('version = "9.9"\n')
+    environment = {**os.environ, "FAILS": fails or "nothing", "SECONDS_LEFT": str(seconds)}
+    done = subprocess.run(
+        ["sh", str(SCRIPT), str(python)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    called = (tmp_path / "called").read_text()
+    order = ["build_ext", "--sides first", "pytest", "--sides others", "--kernels"]
+    if seconds == 5:
+        assert "no time is left for: speed" in done.stderr
+        assert "--sides" not in called
+        return
+    assert sorted(order, key=called.index) == order
+    assert "--layouts docs/benchmarks/gpu.md" in called
+    assert "tests/test_one.py" in called
+    assert "test_other" not in called
+    assert done.returncode == (fails != "no part")
+    assert {"--sides first": "speed", "pytest": "tests"}.get(fails, "") in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -125,7 +125,8 @@ def whole_float32() -> Iterator[None]:
     unless they are told, matrix products where a script has asked for it; and two layouts, whose batches have other
     sizes, differ by that.
     """
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    cudnn: Any = torch.backends.cudnn  # the stubs lack its parts
+    kinds = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [kind.fp32_precision for kind in kinds]
     try:
         for kind in kinds:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective, exchanged
+from shoal.comm.collective import Collective, exchanged, home_of
 from shoal.state import Owned, is_counted, numbers_on
 
 
@@ -33,7 +33,7 @@ class Parts:
     @property
     def device(self) -> torch.device:
         """Where the parts are."""
-        return self.owned[0].parameter.device if self.owned else torch.device("cpu")
+        return home_of([each.parameter for each in self.owned[:1]], self.replica)
 
     def of(self, optimizer: torch.optim.Optimizer) -> Parts:
         """Those that `optimizer` steps, where there are several."""
