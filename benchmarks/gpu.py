@@ -25,7 +25,6 @@ With `--layouts` it writes another table: what `shoal verify` says of each layou
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -44,6 +43,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import TensorDataset
 
 from benchmarks.command import run
+from benchmarks.gpu_figures import Book, compared
 from benchmarks.gpu_layouts import LAYOUTS, write_page
 from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
 from benchmarks.own_gpt import build
@@ -168,7 +168,8 @@ def gpu(
         chosen = {name: LAYOUTS[name] for name in list(LAYOUTS)[:2]} if dry_run else LAYOUTS
         write_page(layouts, chosen, card=card, device=device.type, end_s=end_s)
         return
-    book = Book.of(out, card, keeps=kernels or sides == "others")
+    facts = {"machine": machine_facts(), "not_measured": NOT_HERE}
+    book = Book.of(out, card, keeps=kernels or sides == "others", facts=facts)
     with ExitStack() as stack:
         if dry_run:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -181,40 +182,10 @@ def gpu(
             names = [name for name in openings(setting) if sides == "all" or (name in FIRST) == (sides == "first")]
             for rows in measure(setting, card, names, turns=turns, block=block, end_s=end_s):
                 book.note("rows", "side", rows)
-    for line in compared(book.earlier, card, book.found):
+    for line in compared(book.before, card, book.measured):
         typer.echo(line, err=True)
     if out is None:
         typer.echo(book.text, nl=False)
-
-
-@dataclass
-class Book:
-    """The figures of all cards, and of `card` what is `found` now; written to `out` at each note."""
-
-    out: Path | None
-    card: str
-    earlier: dict[str, Any]
-    found: dict[str, Any]
-
-    @classmethod
-    def of(cls, out: Path | None, card: str, *, keeps: bool) -> Book:
-        """Where it `keeps` what the file has of the card, rows are added to it."""
-        earlier = json.loads(out.read_text()) if out is not None and out.exists() else {}
-        own = earlier.get(card, {}) if keeps else {}
-        return cls(out, card, earlier, {**own, "machine": machine_facts(), "not_measured": NOT_HERE})
-
-    @property
-    def text(self) -> str:
-        return json.dumps({**self.earlier, self.card: self.found}, indent=2) + "\n"
-
-    def note(self, table: str, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Puts `rows` into `table`, each in the place of the one with the same `key`."""
-        kept = {row[key]: row for row in self.found.get(table, ())}
-        self.found[table] = [*{**kept, **{row[key]: row for row in rows}}.values()]
-        if self.out is not None:
-            part = self.out.with_name(f".{self.out.name}.part")
-            part.write_text(self.text)
-            part.replace(self.out)
 
 
 def require_gpu() -> None:
@@ -330,21 +301,6 @@ def trained(
     setting.stack.callback(opened.generation.gradients.close)
     training = Training(opened, setting.stack.enter_context(opened.feed()))
     return partial(take_step, training_job(training, folder, setting.stack))
-
-
-def compared(earlier: Mapping[str, Any], card: str, found: Mapping[str, Any]) -> list[str]:
-    """Sentences about each side beside the last figures of the same card. Those of other cards are not compared."""
-    if "rows" not in found:
-        return []
-    if card not in earlier:
-        others = ", ".join(earlier)
-        return [f"the figures of {others} are not compared with those of {card}: cards differ"] if others else []
-    before = {row["side"]: row.get("ms") for row in earlier[card].get("rows", ())}
-    return [
-        f"{row['side']}: {row['ms']} ms, {before[row['side']]} ms before"
-        for row in found["rows"]
-        if "ms" in row and before.get(row["side"]) is not None
-    ]
 
 
 def _row(size: Size, card: str, side: str, step_s: float, start_s: float) -> dict[str, Any]:

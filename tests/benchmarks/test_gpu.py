@@ -22,13 +22,12 @@ from benchmarks.gpu import (
     PLAIN,
     SHOAL,
     SIDES,
-    Book,
     Setting,
-    compared,
     gpu,
     openings,
     require_gpu,
 )
+from benchmarks.gpu_figures import Book, compared
 from benchmarks.gpu_layouts import LAYOUTS, RUN, page
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
@@ -85,12 +84,14 @@ def test_what_was_measured_is_kept_where_a_side_ends_the_process(tmp_path: Path,
         gpu(out=out, sides="first", dry_run=True, layouts=None, limit_s=100.0, turns=2, block=1, kernels=False)
     found = json.loads(out.read_text())
     assert found["H100"] == {"rows": []}
+    assert found["dry run"]["before"] == [{"side": "float8", "ms": 1.0}]
     assert [row["side"] for row in found["dry run"]["rows"]] == [PLAIN, COMPILED[PLAIN]]
 
 
 def test_further_sides_are_added_to_the_first_ones() -> None:
     book = Book(None, "H100", {}, {"rows": [{"side": PLAIN, "ms": 1.0}, {"side": "float8", "refused": OVER}]})
     book.note("rows", "side", [{"side": "float8", "ms": 2.0}, {"side": "2:4", "ms": 3.0}])
+    assert [row["side"] for row in book.measured["rows"]] == ["float8", "2:4"]  # the others are not compared again
     rows = json.loads(book.text)["H100"]["rows"]
     assert rows == [{"side": PLAIN, "ms": 1.0}, {"side": "float8", "ms": 2.0}, {"side": "2:4", "ms": 3.0}]
 
