@@ -14,28 +14,26 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
 
 ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, and the table says so. Model FLOPs count
 attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
-same card alone.
+same card alone. The file is written whenever a side has something new: what ends this process, as a kernel that reads
+memory of others does, takes nothing that was measured before. `--sides first` measures those that say whether Shoal
+costs speed, and nothing else; `others` the rest, beside what is in the file.
 
 With `--kernels` it times codecs and AdamW's steps on 25 million numbers instead, each compiled beside its torch form.
 
-With `--layouts` it writes another table: what `shoal verify` says of each layout, two ranks on the one GPU over Gloo.
+With `--layouts` it writes another table: what `shoal verify` says of each layout (benchmarks/gpu_layouts.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -45,6 +43,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import TensorDataset
 
 from benchmarks.command import run
+from benchmarks.gpu_figures import Book, compared
+from benchmarks.gpu_layouts import LAYOUTS, write_page
 from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
 from benchmarks.own_gpt import build
 from shoal.assembly.objects import UserObjects
@@ -59,7 +59,7 @@ from shoal.codec.top_k import exceeding
 from shoal.config.check import implementation_of
 from shoal.config.named import GIVEN
 from shoal.engine.loop import take_step
-from shoal.errors import EnvironmentFault, ShoalError
+from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place
 from shoal.optim.adamw_8bit import EightBitAdamW
 from shoal.optim.fused import FusedAdamW
@@ -83,9 +83,12 @@ MASKED: Mapping[str, dict[str, Any]] = {
     "2:4": {"sparsity": TWO_OF_FOUR | {"products": "semi_structured"}},
 }
 """Further sides, as `shoal` is but for these tables."""
+FIRST = (PLAIN, COMPILED[PLAIN], SHOAL, COMPILED[SHOAL])
+"""The sides that say whether Shoal costs speed. A fault of another cannot reach them: it runs in another process."""
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
 OVER = "not begun: the seconds of this measurement were over"
+LEAST_TURNS = 2
 NOT_HERE = {"ZeRO-3 compiled": "it divides a model over ranks of a GPU each, and one GPU is measured"}
 ROWS = 512
 
@@ -142,10 +145,11 @@ class Setting:
 
 def gpu(
     out: Annotated[Path | None, typer.Option(help="The file of figures, by card; default: standard output.")] = None,
-    turns: Annotated[int, typer.Option(help="Turns of all sides.", min=2)] = 8,
+    sides: Annotated[Literal["all", "first", "others"], typer.Option(help="Which to measure.")] = "all",
+    turns: Annotated[int, typer.Option(help="Turns of all sides.", min=LEAST_TURNS)] = 8,
     block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 5,
     kernels: Annotated[bool, typer.Option("--kernels", help="Time codecs and optimizers instead of steps.")] = False,
-    limit_s: Annotated[float, typer.Option(help="Seconds after which no further side is begun.", min=0)] = 100.0,
+    limit_s: Annotated[float, typer.Option(help="Seconds after which nothing further is begun.", min=0)] = 100.0,
     layouts: Annotated[
         Path | None, typer.Option(help="Write the table of layouts to this page, and nothing else.")
     ] = None,
@@ -155,33 +159,33 @@ def gpu(
 
     Example: python -m benchmarks.gpu --out docs/benchmarks/gpu.json
     """
+    end_s = time.monotonic() + limit_s
     if not dry_run:
         require_gpu()
     device = torch.device("cpu" if dry_run else "cuda")
     card = "dry run" if dry_run else torch.cuda.get_device_name()
     if layouts is not None:
         chosen = {name: LAYOUTS[name] for name in list(LAYOUTS)[:2]} if dry_run else LAYOUTS
-        layouts.write_text(page(card, {name: verified(keys, device.type) for name, keys in chosen.items()}))
+        write_page(layouts, chosen, card=card, device=device.type, end_s=end_s)
         return
+    facts = {"machine": machine_facts(), "not_measured": NOT_HERE}
+    book = Book.of(out, card, keeps=kernels or sides == "others", facts=facts)
     with ExitStack() as stack:
         if dry_run:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         setting = Setting(device, DRY if dry_run else SMALL, folder, stack)
-        end_s = time.monotonic() + limit_s
         if kernels:
-            found = {"kernels": time_kernels(setting, turns=turns, end_s=end_s)}
+            for row in time_kernels(setting, turns=turns, end_s=end_s):
+                book.note("kernels", "kernel", [row])
         else:
-            rows = measure(setting, card, turns=turns, block=block, end_s=end_s)
-            found = {"machine": machine_facts(), "rows": rows, "not_measured": NOT_HERE}
-    earlier = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    for line in compared(earlier, card, found):
+            names = [name for name in openings(setting) if sides == "all" or (name in FIRST) == (sides == "first")]
+            for rows in measure(setting, card, names, turns=turns, block=block, end_s=end_s):
+                book.note("rows", "side", rows)
+    for line in compared(book.before, card, book.measured):
         typer.echo(line, err=True)
-    text = json.dumps({**earlier, card: {**earlier.get(card, {}), **found}}, indent=2) + "\n"
     if out is None:
-        typer.echo(text, nl=False)
-    else:
-        out.write_text(text)
+        typer.echo(book.text, nl=False)
 
 
 def require_gpu() -> None:
@@ -193,36 +197,51 @@ def require_gpu() -> None:
         )
 
 
-def measure(setting: Setting, card: str, *, turns: int, block: int, end_s: float) -> list[dict[str, Any]]:
-    """A row for each side: the median of its steps. A side that cannot run says why; none is begun after `end_s`."""
-    opens: dict[str, Callable[[], Callable[[], Any]]] = {
+Step = Callable[[], Any]
+
+
+def openings(setting: Setting) -> Mapping[str, Callable[[], Step]]:
+    """What makes each side's step, those of `FIRST` first."""
+    made: dict[str, Callable[[], Step]] = {
         PLAIN: partial(plain, setting, compiled=False),
         COMPILED[PLAIN]: partial(plain, setting, compiled=True),
     }
     sides = {name: (keys, {}) for name, keys in SIDES.items()}
     sides |= {name: (SIDES[SHOAL], tables) for name, tables in MASKED.items()}
     for name, (keys, tables) in sides.items():
-        opens[name] = partial(trained, setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
-    made: dict[str, Callable[[], Any]] = {}
-    start_s: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for name, opened in opens.items():
-        if time.monotonic() > end_s and name in sides:
-            refused[name] = OVER
+        made[name] = partial(trained, setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
+    return made
+
+
+def measure(
+    setting: Setting, card: str, names: Sequence[str], *, turns: int, block: int, end_s: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of these sides, as far as they are known: after each side's first steps, and after each turn of all.
+
+    A row has the median of the side's steps. A side that cannot run says why; none of Shoal's is begun after `end_s`,
+    and no turn but the first ones.
+    """
+    opens, made = openings(setting), dict[str, Step]()
+    start_s, took_s = dict[str, float](), dict[str, list[float]]()
+    for name in names:
+        if time.monotonic() > end_s and name not in (PLAIN, COMPILED[PLAIN]):
+            yield [{"side": name, "refused": OVER}]
             continue
         try:
-            step = opened()
+            step = opens[name]()
             start_s[name] = _seconds(setting, partial(repeat, step, 3))
-        except (ShoalError, RuntimeError) as error:  # what one side's compiler or memory refuses is not the others' end
-            refused[name] = str(error).partition("\n")[0]
+            took_s[name] = [_seconds(setting, partial(repeat, step, block)) / block]
+        except Exception as error:  # what one side's compiler or memory refuses is not the others' end
+            yield [{"side": name, "refused": _said(error)}]
         else:
             made[name] = step
-    took_s: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(turns):
+            yield [_row(setting.size, card, name, took_s[name][0], start_s[name])]
+    for turn in range(turns):
+        if turn >= LEAST_TURNS and time.monotonic() > end_s:
+            return
         for name, step in made.items():
             took_s[name].append(_seconds(setting, partial(repeat, step, block)) / block)
-    rows = [_row(setting.size, card, name, statistics.median(took_s[name]), start_s[name]) for name in made]
-    return rows + [{"side": name, "refused": why} for name, why in refused.items()]
+        yield [_row(setting.size, card, name, statistics.median(took_s[name][1:]), start_s[name]) for name in made]
 
 
 def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
@@ -284,26 +303,17 @@ def trained(
     return partial(take_step, training_job(training, folder, setting.stack))
 
 
-def compared(earlier: Mapping[str, Any], card: str, found: Mapping[str, Any]) -> list[str]:
-    """Sentences about each side beside the last figures of the same card. Those of other cards are not compared."""
-    if "rows" not in found:
-        return []
-    if card not in earlier:
-        others = ", ".join(earlier)
-        return [f"the figures of {others} are not compared with those of {card}: cards differ"] if others else []
-    before = {row["side"]: row.get("ms") for row in earlier[card].get("rows", ())}
-    return [
-        f"{row['side']}: {row['ms']} ms, {before[row['side']]} ms before"
-        for row in found["rows"]
-        if "ms" in row and before.get(row["side"]) is not None
-    ]
-
-
 def _row(size: Size, card: str, side: str, step_s: float, start_s: float) -> dict[str, Any]:
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
     row = {"side": side, "ms": round(1e3 * step_s, 3), "tokens_s": round(size.samples * size.tokens / step_s)}
     row |= {"first_steps_s": round(start_s, 2)}
     return row if peak is None else row | {"mfu": round(size.flops / step_s / peak, 4)}
+
+
+def _said(error: Exception) -> str:
+    """Its first line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _seconds(setting: Setting, work: Callable[[], Any]) -> float:
@@ -327,114 +337,54 @@ CODECS: Mapping[str, CodecConfig] = {
     "top 1 %, exact": TopKConfig(),
     "top 1 %, sampled": TopKConfig(selection="sampled"),
 }
+STEPS: Mapping[str, Any] = {"AdamW": FusedAdamW, "AdamW, 8 bit": EightBitAdamW}
 
 
-def time_kernels(setting: Setting, *, turns: int, end_s: float) -> list[dict[str, Any]]:
+def time_kernels(setting: Setting, *, turns: int, end_s: float) -> Iterator[dict[str, Any]]:
     """A row for each codec's encoding and decoding, and for AdamW's step with moments in 32 bits and in 8."""
     numel = FEW_NUMBERS if setting.device.type == "cpu" else NUMBERS
     x = torch.randn(numel, device=setting.device, generator=torch.Generator(setting.device).manual_seed(0))
     took_ms = partial(_milliseconds, setting, turns)
-    rows = [{"kernel": "copy", "ms": took_ms(x.clone)}]
-    for name, config in CODECS.items():
-        if time.monotonic() > end_s:
-            rows.append({"kernel": name, "refused": OVER})
-            continue
+
+    def coded(config: CodecConfig) -> dict[str, float]:
         codec = implementation_of(config)(config)
         payload = codec.encode(x, key=0)
-        row = {"kernel": name, "encode_ms": took_ms(partial(codec.encode, x, key=0))}
+        row = {"encode_ms": took_ms(partial(codec.encode, x, key=0))}
         row["decode_ms"] = took_ms(partial(codec.decode, payload, numel, key=0))
         if isinstance(codec, Quantised):
             row["encode_in_torch_ms"] = took_ms(partial(codec.encode_in_torch, x, 0))
             row["decode_in_torch_ms"] = took_ms(partial(codec.decode_in_torch, payload, numel, torch.float32))
-        rows.append(row)
-    least = torch.ones((), device=setting.device)
-    rows.append({"kernel": "top k, selection", "ms": took_ms(partial(compiled(exceeding), x, least))})
-    rows[-1]["in_torch_ms"] = took_ms(partial(exceeding, x, least))
-    for name, kind in (("AdamW", FusedAdamW), ("AdamW, 8 bit", EightBitAdamW)):
+        return row
+
+    def selected() -> dict[str, float]:
+        least = torch.ones((), device=setting.device)
+        ours = took_ms(partial(compiled(exceeding), x, least))
+        return {"ms": ours, "in_torch_ms": took_ms(partial(exceeding, x, least))}
+
+    def stepped(kind: Any) -> dict[str, float]:
         parameter = nn.Parameter(x.clone())
         parameter.grad = torch.ones_like(x)
         optimizer = kind([{"params": [parameter]}], lr=LR, betas=(0.9, 0.95), eps=1e-8)
-        rows.append({"kernel": name, "ms": took_ms(optimizer.step)})
-    return rows
+        return {"ms": took_ms(optimizer.step)}
+
+    parts: dict[str, Callable[[], dict[str, float]]] = {"copy": lambda: {"ms": took_ms(x.clone)}}
+    parts |= {name: partial(stepped, kind) for name, kind in STEPS.items()}
+    parts |= {name: partial(coded, config) for name, config in CODECS.items()}
+    parts["top k, selection"] = selected
+    for name, timed in parts.items():
+        if time.monotonic() > end_s and name != "copy":
+            yield {"kernel": name, "refused": OVER}
+            continue
+        try:
+            yield {"kernel": name} | timed()
+        except Exception as error:  # of one kernel's compiler, as in `measure`
+            yield {"kernel": name, "refused": _said(error)}
 
 
 def _milliseconds(setting: Setting, turns: int, work: Callable[[], Any]) -> float:
     """The median, after a call that may compile."""
     work()
     return round(1e3 * statistics.median(_seconds(setting, work) for _ in range(turns)), 4)
-
-
-# Every layout's code on tensors of a GPU: what `shoal verify` says of it.
-
-
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "one rank": ("run.processes=1",),
-    "replicated": ("layout.replicate=2",),
-    "ZeRO-1": ("layout.shard=2", "memory.zero=1"),
-    "ZeRO-2": ("layout.shard=2", "memory.zero=2"),
-    "ZeRO-3": ("layout.shard=2", "memory.zero=3"),
-    "ZeRO-3, masters": ("layout.shard=2", "memory.zero=3", "precision.kind=bfloat16_params"),
-    "ZeRO-3, compiled blocks": ("layout.shard=2", "memory.zero=3", "run.compile=blocks"),
-    "tensor": ("layout.tensor=2",),
-    "tensor, sequence parallel": ("layout.tensor=2", "layout.sequence_parallel=true"),
-    "pipeline": ("layout.pipeline=2",),
-    "context": ("layout.context=2",),
-    "experts": ("layout.shard=2", "layout.expert=2", "memory.zero=1", "model.kind=moe", "model.experts=4"),
-    "int8 gradients": ("layout.replicate=2", "codec.kind=blockwise"),
-    "moments in 8 bits": ("layout.shard=2", "memory.zero=1", "optimizer.kind=adamw_8bit"),
-    "local steps": ("layout.replicate=2", "sync.kind=local", "sync.period=2"),
-    "bfloat16": ("layout.replicate=2", "precision.kind=bfloat16"),
-}
-RUN = """
-[run]
-name = "layouts"
-steps = 10
-[model]
-kind = "gpt"
-layers = 2
-width = 64
-heads = 4
-vocabulary = 256
-[data]
-kind = "stdlib"
-[batch]
-global_samples = 8
-sequence = 64
-"""
-LIMIT_S = 90.0
-
-
-def verified(keys: tuple[str, ...], device: str) -> str:
-    """The last sentence of `shoal verify` of a small GPT under `keys`: that it is the same model, or why not."""
-    shares = ("run.share_gpus=true", "wire.transport=gloo") if device == "cuda" else ()
-    own = () if any(key.startswith("run.processes") for key in keys) else ("run.processes=2",)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        Path(folder, "run.toml").write_text(RUN)
-        command = [sys.executable, "-m", "shoal", "verify", "run.toml", f"run.device={device}", *shares, *own, *keys]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, env=_with_paths()
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {LIMIT_S:.0f} s"
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    return said[-1] if said else f"exit code {done.returncode}, and nothing said"
-
-
-def _with_paths() -> dict[str, str]:
-    """The environment, in which another folder finds the modules that this one does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
-
-
-def page(card: str, said: Mapping[str, str]) -> str:
-    """The table in Markdown."""
-    head = (
-        f"# Layouts on a GPU\n\nWritten by `make gpu` on {card}, torch {torch.__version__}: what `shoal verify` says "
-        "of a small GPT on tensors of the GPU. Two ranks share it over Gloo (`run.share_gpus`), a test mode that shows "
-        "whether a layout's code runs there and computes what one process computes, not how fast.\n\n"
-        "| layout | keys | |\n|---|---|---|\n"
-    )
-    return head + "".join(f"| {name} | `{' '.join(LAYOUTS[name])}` | {what} |\n" for name, what in said.items())
 
 
 if __name__ == "__main__":

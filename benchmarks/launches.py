@@ -3,7 +3,8 @@
 A row is a step of a run on a simulated device (benchmarks/simulated_cuda.py), whose ranks are processes of this
 machine: operators that launch, copies between host and device, what the host waited for, and operators of two streams
 that nothing orders. The same steps are taken on the CPU, too: `off` is the largest relative difference of a loss.
-Ranks talk over Gloo as over NCCL: in a stream of the group's own, for which the stream of the caller waits.
+Ranks talk over Gloo as over NCCL: in a stream of the group's own, for which the stream of the caller waits, and one
+call after the other, messages to several ranks among them.
 
     plain        a loop as a careful person writes it: bfloat16 autocast, fused AdamW, clipping; no Shoal
     own loop     the loop of `shoal.start`, with the same calls and the same model
@@ -19,13 +20,16 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import msgspec
@@ -82,11 +86,14 @@ CASES: Mapping[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"layout": {"tensor": 2}}),
     "tensor, sequence parallel": (2, {"layout": {"tensor": 2, "sequence_parallel": True}}),
     "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "pipeline of four": (4, {"layout": {"pipeline": 4}, "batch": {"micro_samples": 1}}),
     "context": (2, {"layout": {"context": 2}}),
     "experts": (2, {"layout": {"shard": 2, "expert": 2}, "memory": {"zero": 1}, "model": MOE}),
     "int8 gradients": (2, {"layout": {"replicate": 2}, "codec": {"kind": "blockwise"}}),
     "top-k gradients": (2, {"layout": {"replicate": 2}, "codec": {"kind": "top_k"}}),
     "low-rank gradients": (2, {"layout": {"replicate": 2}, "codec": {"kind": "power_sgd"}}),
+    "alternating gradients": (2, {"layout": {"replicate": 2}, "codec": {"kind": "acp_sgd"}}),
+    "frequencies of gradients": (2, {"layout": {"replicate": 2}, "codec": {"kind": "dct_top_k"}}),
     "ZeRO-3, tensor": (4, {"layout": {"shard": 2, "tensor": 2}, "memory": {"zero": 3}}),
     "replicated, pipeline": (4, {"layout": {"replicate": 2, "pipeline": 2}}),
     "ZeRO-2, context": (4, {"layout": {"shard": 2, "context": 2}, "memory": {"zero": 2}}),
@@ -99,6 +106,8 @@ CASES: Mapping[str, tuple[int, dict[str, Any]]] = {
     "Shampoo": (1, {"optimizer": {"kind": "shampoo"}}),
     "Adafactor": (1, {"optimizer": {"kind": "adafactor"}}),
     "LAMB": (1, {"optimizer": {"kind": "lamb"}}),
+    "LAMB, ZeRO-1": (2, {"layout": {"shard": 2}, "memory": {"zero": 1}, "optimizer": {"kind": "lamb"}}),
+    "Adafactor, ZeRO-1": (2, {"layout": {"shard": 2}, "memory": {"zero": 1}, "optimizer": {"kind": "adafactor"}}),
     "1-bit Adam": (2, {"layout": {"replicate": 2}, "optimizer": {"kind": "one_bit_adam", "exact_steps": 2}}),
     "1-bit LAMB": (2, {"layout": {"replicate": 2}, "optimizer": {"kind": "one_bit_lamb", "exact_steps": 2}}),
     "schedule-free": (1, {"optimizer": {"kind": "schedule_free_adamw"}}),
@@ -140,8 +149,8 @@ class Row:
 
 
 class SimulatedNccl:
-    """`gloo`, a group of processes of the CPU, as one over NCCL: its collectives are of tensors of the device, and in a
-    stream of their own.
+    """`gloo`, a group of processes of the CPU, as one over NCCL that is connected when it opens: its collectives are of
+    tensors of the device, and in a stream of their own. A thread makes its calls, each when the one before has ended.
     """
 
     WRITES: Mapping[str, int] = {
@@ -153,6 +162,8 @@ class SimulatedNccl:
 
     def __init__(self, gloo: Any) -> None:
         self._gloo, self._stream = gloo, torch.Stream("cuda")
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]] = SimpleQueue()
+        threading.Thread(target=_one_by_one, args=(self._calls,), daemon=True).start()
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._gloo, name)
@@ -166,23 +177,36 @@ class SimulatedNccl:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             torch.ops.simulated_cuda.collective(read, written, name)
-        return SimulatedWork(call(*_pytree.tree_map_only(Tensor, on_host, given)), self._stream, given)
+        done: Future[None] = Future()
+        self._calls.put((partial(call, *_pytree.tree_map_only(Tensor, on_host, given)), done))
+        return SimulatedWork(done, self._stream, given)
+
+
+def _one_by_one(calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]]) -> None:
+    while True:
+        call, done = calls.get()
+        try:
+            call().wait()
+        except Exception as error:  # whoever waits for it raises it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
 
 class SimulatedWork:
     """A collective in `stream`: who waits is the stream of the caller. `given` is kept until then, as NCCL does."""
 
-    def __init__(self, work: Any, stream: torch.Stream, given: Any) -> None:
+    def __init__(self, work: Future[None], stream: torch.Stream, given: Any) -> None:
         self._work, self._done, self._given = work, stream.record_event(), given
 
     def wait(self, *_: Any) -> bool:
-        self._work.wait()
+        self._work.result()
         self._given = None
         torch.accelerator.current_stream().wait_event(self._done)
         return True
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    def is_completed(self) -> bool:
+        return self._work.done()
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -227,7 +251,7 @@ class Setting:
         optimizer = {"kind": "adamw", "lr": LR, "clip_norm": CLIP_NORM}
         tables: dict[str, Any] = {
             "run": own | {"processes": self.place.world_size},
-            "model": given if self.case in (OWN, TRAIN) else ours,
+            "model": given if self.case.startswith(OWN) or self.case == TRAIN else ours,
             "data": given,
             "batch": {"global_samples": self.size.samples, "sequence": TOKENS},
             "precision": {"kind": "bfloat16"},
@@ -296,7 +320,8 @@ def measured(case: str, place: Place, stores: Mapping[str, Any], size: Size) -> 
     for device in ("cuda", "cpu"):
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
-            step = SIDES.get(case, trained)(Setting(case, place, stores[device], device, size, folder, stack))
+            side = SIDES.get(OWN if case.startswith(OWN) else case, trained)
+            step = side(Setting(case, place, stores[device], device, size, folder, stack))
             before = [step() for _ in range(WARM_STEPS)]
             with Watch() as watch:
                 after = [step() for _ in range(STEPS)]

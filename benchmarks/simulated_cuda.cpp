@@ -141,8 +141,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> lock(guard);
     if (event != nullptr) merge(clocks[kHost], static_cast<Event*>(event)->clock);
   }
+  // Behind an event the host may have launched more, which the device does while the host waits; else it runs dry.
+  bool behindAll(void* event) const {
+    std::lock_guard<std::recursive_mutex> lock(guard);
+    const int64_t last = clocks[0][0];
+    return event != nullptr && last > 0 && static_cast<Event*>(event)->clock[0] >= last;
+  }
   void synchronizeEvent(void* event) const override {
-    tell("event", "synchronize");
+    if (behindAll(event)) tell("synchronization", "an event, behind which nothing is launched");
+    else tell("event", "synchronize");
     synchronizeEventQuietly(event);
   }
   bool queryStream(const c10::Stream&) const override { return true; }

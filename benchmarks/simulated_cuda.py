@@ -59,13 +59,13 @@ class Watch:
         self.copies: Counter[str] = Counter()
         """Between host and device: by direction and the host's kind of memory."""
         self.waits: Counter[str] = Counter()
-        """What the host waited for that is more than an event: by operator, and the line that asked for it."""
+        """What the host waited for that is all that it has launched: by operator, and the line that asked for it."""
         self.races: Counter[str] = Counter()
         """Operators that another stream's work was not ordered with."""
         self.collectives: Counter[str] = Counter()
         """By name."""
         self.events = 0
-        """So often the host waited for an event."""
+        """So often the host waited for an event, while the device had more to do."""
         self._call = _LISTENER(self._note)
 
     @property

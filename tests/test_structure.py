@@ -125,6 +125,7 @@ def test_a_circle_would_be_found() -> None:
 CUDA_ALONE = {
     "assembly/metering.py": "names and identifiers of NVIDIA's GPUs, for NVML",
     "assembly/process.py": "one GPU a rank: only CUDA's ranks have a group",
+    "comm/nccl.py": "NCCL, and which GPU a rank has",
     "engine/precision.py": "float8 asks for a compute capability",
     "horovod/__init__.py": "NCCL",
     "horovod/engine.py": "NCCL",

@@ -30,6 +30,13 @@ def numbers_on(device: torch.device, numbers: Sequence[float], *, dtype: torch.d
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def wait_for(event: torch.Event) -> None:
+    """Returns when the device has come to `event`. A rank that waits for others on a GPU stands here, where the watch
+    on hangs looks for it: a collective there is waited for by the device, not by a thread.
+    """
+    event.synchronize()
+
+
 @cache
 def side_stream(device: torch.device) -> torch.Stream | None:
     """A stream for small sums that the host waits for: they are not behind the forward that was launched before. None

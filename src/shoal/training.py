@@ -67,6 +67,7 @@ def train_rank(
             stack.enter_context(watch_hangs(run, directory, say=sinks.warn))
             stack.enter_context(stopping_when_preempted(run, stop, say=sinks.warn))
             train(job)  # if it raises, no save is waited for: another rank may be gone
+            run.settle()
             job.saver.close()
             if place.rank == 0:
                 conclude(run, directory, sinks, forecast if job.progress.step > first else None)

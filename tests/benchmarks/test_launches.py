@@ -20,8 +20,10 @@ from tests.waiting import HANG_S
 ROOT = Path(__file__).parents[2]
 ONE_RANK = ("train", "float32", "float16", "masters", "recompute", "loss in chunks", "dropout", "averages")
 SEVERAL = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, masters", "tensor", "low-rank gradients")
-SEVERAL += ("ZeRO-3, tensor", "eight ranks")
+SEVERAL += ("alternating gradients", "frequencies of gradients", "ZeRO-3, tensor", "eight ranks")
 IN_PARTS = ("context", "ZeRO-2, context")
+HOME_MOVES = 4
+"""Of the optimizer's state of two parts: a lane waits for its own copies."""
 WAITS = {
     "own loop": 2,
     "Muon": 1,
@@ -29,6 +31,10 @@ WAITS = {
     "Shampoo": 1,
     "Adafactor": 2,
     "LAMB": 2,
+    "LAMB, ZeRO-1": 2,
+    "Adafactor, ZeRO-1": 2,
+    "pipeline of four": 0,
+    "optimizer on the host": HOME_MOVES,
     "schedule-free": 1,
     "1-bit Adam": 1,
     "1-bit LAMB": 1,
@@ -178,6 +184,10 @@ assert seen(unordered).races
 torch.accelerator.synchronize()
 assert not seen(ordered).races
 assert seen(lambda: torch.tensor([1.0], device="cuda")).waits
+event = torch.accelerator.current_stream().record_event()
+x.mul_(2)
+assert not seen(event.synchronize).waits
+assert seen(torch.accelerator.current_stream().record_event().synchronize).waits
 assert seen(lambda: x.to("cpu")).waits and seen(lambda: bool(x.any())).waits and seen(lambda: x.nonzero()).waits
 assert not seen(lambda: pinned.copy_(x, non_blocking=True)).waits
 assert seen(lambda: torch.empty(4).copy_(x, non_blocking=True)).waits

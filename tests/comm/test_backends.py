@@ -10,7 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.board import Board
 from shoal.comm.config import Capabilities, RankCapabilities, TransportName, choose_backend
-from shoal.comm.mesh import gather_capabilities, open_nccl
+from shoal.comm.mesh import gather_capabilities
+from shoal.comm.nccl import open_nccl
 from shoal.errors import EnvironmentFault
 from tests.comm.hosts import on_host
 
@@ -67,6 +68,17 @@ def test_what_was_asked_for_and_cannot_be_is_refused(asked: TransportName, group
         choose_backend(asked, group)
     assert says in str(refusal.value)
     assert '"auto"' in str(refusal.value)
+
+
+def test_two_ranks_on_one_gpu_are_named_before_nccl_refuses_them() -> None:
+    """Where Slurm shows two tasks one GPU, say. Over Gloo they may share it; those that nobody can tell apart pass."""
+    ranks = [RankCapabilities("a", gpu=name) for name in ("GPU-1", "GPU-2", "GPU-1")]
+    group = Capabilities.of_all(ranks, device="cuda")
+    with pytest.raises(EnvironmentFault, match=r"ranks 0 and 2 of a group have one GPU.*run\.share_gpus = true"):
+        choose_backend("auto", group)
+    assert choose_backend("gloo", group).backend == "gloo"
+    for others in (ranks[:2], [RankCapabilities("a")] * 2):
+        assert choose_backend("auto", Capabilities.of_all(others, device="cuda")).backend == "nccl"
 
 
 def test_the_lack_of_one_rank_is_the_lack_of_all() -> None:

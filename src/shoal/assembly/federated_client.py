@@ -100,6 +100,7 @@ def take_part_as_rank(
             told(f"trains on {run.mesh.layout.describe()}")
             _speak(run_file, client, task.trained_by(ranks), told=told)
             ranks.dismiss()
+        run.settle()
     run.end()
 
 

@@ -29,6 +29,7 @@ from shoal.comm.seam_work import SeamWork
 from shoal.errors import CollectiveError
 from shoal.resilience.detection import Activity
 from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict, write_verdict
+from shoal.state import wait_for
 
 LOOK_S = 1.0
 ANSWER_S = 3.0
@@ -41,10 +42,13 @@ MOST = 5
 
 
 class Waiting(NamedTuple):
-    """In which call of which group the thread that trains waits."""
+    """In which call of which group the thread that trains waits; `DEVICE`: for a GPU, which may be in any of them."""
 
     label: str
     number: int
+
+
+DEVICE = "(the device)"
 
 
 class HangWatch:
@@ -118,7 +122,7 @@ class HangWatch:
             groups[label] = ranks
             if group.log.count:
                 call = group.log.last()
-                inside = here is not None and here.label == label
+                inside = here is not None and here.label in (label, DEVICE)
                 place = CodePlace(call.file, call.line)
                 calls[label] = LastCall(group.log.count, call.signature, place, ended=not inside, pending=group.pending)
         places = [CodePlace(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
@@ -130,8 +134,14 @@ class HangWatch:
         return Activity(calls, "computes" if self._waiting() is None else "waits")
 
     def _waiting(self) -> Waiting | None:
-        """The collective that the watched thread is in; None where it is in none."""
+        """The collective that the watched thread is in; None where it is in none.
+
+        Collectives of GPUs are in the device's queue: a thread that waits for the device may wait for other ranks. The
+        newest calls tell whom for, as each rank has launched what comes before them.
+        """
         for frame in self._frames():
+            if frame.f_code is wait_for.__code__:
+                return Waiting(DEVICE, sum(group.log.count for _, group in self._mesh.opened().values()))
             owner = frame.f_locals.get("self") if frame.f_code.co_filename.endswith(_SEAMS) else None
             if isinstance(owner, SeamWork | Seam):
                 label = getattr(owner, "label", None)  # none yet, while it is being made

@@ -64,6 +64,15 @@ class Run:
         """The ranks and their groups."""
         return self.generation.mesh
 
+    def settle(self) -> None:
+        """Returns when the devices of all ranks have done what was launched; all call it. Before a rank leaves or ends
+        its groups: its part of a collective that is in its device's queue would go with it, and a rank that is a little
+        behind would wait for it for ever. Where collectives are waited for by threads there is nothing to do.
+        """
+        if works_in_streams(self.device) and self.mesh.layout.world_size > 1:
+            torch.accelerator.synchronize(self.device)
+            self.mesh.world.barrier().wait()
+
     def end(self) -> None:
         """Ends its groups now, as `Mesh.abort`, and takes its hooks off the model, which would keep gradients, groups
         and the threads of these for ever. May be called after `Mesh.abort`.

@@ -252,14 +252,13 @@ def build_forward_backward(
     if table is None or stages is None:
         return SequentialForwardBackward(compute, arrange, counts=first)
     pipeline = mesh.axis("pipeline")
-    back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
     return PipelinedForwardBackward(
         compute,
         table,
         stages,
         arrange,
         group=pipeline,
-        back=back,
+        messages=mesh.messages("pipeline", pairs=table.pairs),
         counts=first and last,
         splits=run_file.memory.recompute not in ("operators", "full", "budget") and run_file.memory.loss_chunks == 1,
         codec=run_file.pipeline.stage_codec,

@@ -263,6 +263,14 @@ class Factors:
         """The factor that the next sum makes."""
         return self.q if self.sums_q else self.p
 
+    def keep(self, summed: Tensor) -> None:
+        """The sum has made this one. It stays where it was made: on a GPU, which a copy would wait for."""
+        if self.sums_q:
+            self.q = summed
+        else:
+            self.p = summed
+        self.turn.add_(1)
+
 
 class ACPSGD(Codec):
     """`ACPSGDConfig`, on the wire. Until it is `bound` to a buffer it knows no matrices, and sends all as it is."""
@@ -342,5 +350,4 @@ class ACPSGD(Codec):
         for one, part in zip(self._factors, payload.split([*thin, len(payload) - sum(thin)]), strict=False):
             largest = torch.linalg.vector_norm(part, ord=torch.inf)
             usable = torch.isfinite(largest) & (largest > 0)
-            one.sent.copy_(torch.where(usable, part.view_as(one.sent) / largest, one.sent.to(part.device)))
-            one.turn.add_(1)
+            one.keep(torch.where(usable, part.view_as(one.sent) / largest, one.sent.to(part)))

@@ -276,14 +276,14 @@ class DCTTopK(Codec):
 
     def __init__(self, config: DCTTopKConfig) -> None:
         self._chunk, self._kept = config.chunk, config.kept
-        self._basis = cosines(config.chunk)
+        self._bases: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def fields(self, numel: int) -> tuple[Field, ...]:
         count = block_count(numel, self._chunk) * self._kept
         return Field(torch.float32, count), Field(torch.uint8, count)
 
     def _encode(self, x: Tensor, key: int) -> Payload:
-        frequencies = in_blocks(x, self._chunk) @ self._basis.to(x).T
+        frequencies = in_blocks(x, self._chunk) @ self._basis(x).T
         places = frequencies.abs().topk(self._kept, dim=1).indices
         return frequencies.gather(1, places).view(-1).float(), places.view(-1).to(torch.uint8)
 
@@ -292,7 +292,14 @@ class DCTTopK(Codec):
         frequencies = torch.zeros(len(values), self._chunk, dtype=dtype, device=values.device)
         frequencies.scatter_(1, places.long(), values.to(dtype))
         grid = _grid(values).to(dtype)[:, None]
-        return (frequencies @ self._basis.to(frequencies)).div_(grid).round_().mul_(grid).view(-1)[:numel]
+        return (frequencies @ self._basis(frequencies)).div_(grid).round_().mul_(grid).view(-1)[:numel]
+
+    def _basis(self, like: Tensor) -> Tensor:
+        """D in the type of `like`, where that is: it comes to a GPU once."""
+        key = like.dtype, like.device
+        if key not in self._bases:
+            self._bases[key] = cosines(self._chunk).to(like)
+        return self._bases[key]
 
 
 def _grid(values: Tensor) -> Tensor:

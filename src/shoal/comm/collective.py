@@ -141,6 +141,11 @@ class GroupCollective:
         """The identity of each rank's host, in rank order; empty where nobody knows."""
         return getattr(self.group, "hosts", ())
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie, all of them."""
+        return getattr(self.group, "device", _CPU)
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         allocate: Allocate = ordinary if self._memory is None else self._memory.allocate
         return allocate(numel, dtype=dtype, device=device)
@@ -205,6 +210,16 @@ class GroupCollective:
 
     def barrier(self) -> Handle:
         return self.group.barrier(c10d.BarrierOptions())
+
+
+_CPU = torch.device("cpu")
+
+
+def home_of(tensors: Sequence[Tensor], group: Collective) -> torch.device:
+    """Where this rank's `tensors` lie. It may have none, as one whose piece is padding, or whose stage is frozen: then
+    where those of `group` do, which takes no others. The CPU, where nothing is sent.
+    """
+    return tensors[0].device if tensors else getattr(group, "device", _CPU)
 
 
 class _Done:

@@ -25,24 +25,27 @@ Backend = Literal["nccl", "shm", "hierarchical", "mpi", "gloo"]
 
 class RankCapabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank can use. `core` tells builds of the C core apart; `no_core` and `no_mpi` are the reasons why the
-    rank has no core or no MPI, empty where it has; `by_mpi`: mpiexec started it."""
+    rank has no core or no MPI, empty where it has; `by_mpi`: mpiexec started it; `gpu` is the identity of its GPU."""
 
     host: str
     core: str = ""
     no_core: str = ""
     no_mpi: str = ""
     by_mpi: bool = False
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the ranks of a group can all use. `hosts` are the identities of their hosts, in rank order."""
+    """What the ranks of a group can all use. `hosts` are the identities of their hosts, in rank order, and `gpus` those
+    of their GPUs, empty where nobody knows."""
 
     device: Literal["cpu", "cuda"]
     hosts: tuple[str, ...]
     no_core: str = ""
     no_mpi: str = ""
     by_mpi: bool = False
+    gpus: tuple[str, ...] = ()
 
     @staticmethod
     def of_all(ranks: Sequence[RankCapabilities], *, device: Literal["cpu", "cuda"]) -> Capabilities:
@@ -56,7 +59,17 @@ class Capabilities:
             no_core=no_core,
             no_mpi=next((rank.no_mpi for rank in ranks if rank.no_mpi), ""),
             by_mpi=all(rank.by_mpi for rank in ranks),
+            gpus=tuple(rank.gpu for rank in ranks) if any(rank.gpu for rank in ranks) else (),
         )
+
+    @property
+    def on_one_gpu(self) -> tuple[int, int] | None:
+        """The first two ranks that have one GPU; None where there are none."""
+        first: dict[str, int] = {}
+        for rank, gpu in enumerate(self.gpus):
+            if gpu and first.setdefault(gpu, rank) != rank:
+                return first[gpu], rank
+        return None
 
     @property
     def host_count(self) -> int:
@@ -99,11 +112,17 @@ def choose_backend(transport: TransportName, group: Capabilities) -> BackendChoi
     Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above, `hierarchical` cuts
     what is above 2 MB into pieces.
 
-    Raises `EnvironmentFault` where the requested transport is not available.
+    Raises `EnvironmentFault` where the requested transport is not available, and for two ranks on one GPU over NCCL.
     """
     if group.device == "cuda" and transport == "gloo":
         return BackendChoice("gloo", "gloo: asked for, and tensors of GPUs go through the host")
     if group.device == "cuda":
+        if (both := group.on_one_gpu) is not None:
+            raise EnvironmentFault(
+                f"ranks {both[0]} and {both[1]} of a group have one GPU, which NCCL refuses: start one rank a GPU "
+                "(under Slurm as many tasks as GPUs on each node), or, to test a layout, set run.share_gpus = true and "
+                'wire.transport = "gloo"'
+            )
         return BackendChoice("nccl", "nccl: GPUs")
     if refusal := _refusal(transport, group):
         raise EnvironmentFault(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.algorithms.group import AlgorithmGroup
@@ -37,8 +35,10 @@ from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.exchanges.between_hosts import Levels
 from shoal.comm.hierarchical import on_two_levels, share_hosts
 from shoal.comm.ledger import Ledger
+from shoal.comm.messages import Messages, Pair, messages_of
 from shoal.comm.mpi import share_mpi
 from shoal.comm.mpi_world import started_by_mpiexec, why_no_mpi
+from shoal.comm.nccl import gpu_identity, open_nccl
 from shoal.comm.seam import Seam
 from shoal.comm.shm.core import CoreMissing, core_identity
 from shoal.comm.shm.group import CoreGroup, share_core
@@ -115,7 +115,8 @@ def gather_capabilities(
     by_mpi = started_by_mpiexec()
     asks_mpi = device.type == "cpu" and (by_mpi or transport == "mpi")
     no_mpi = why_no_mpi() if asks_mpi else "no MPI launcher started them"
-    mine = RankCapabilities(host, core=core, no_core=no_core, no_mpi=no_mpi, by_mpi=by_mpi)
+    gpu = gpu_identity(device)
+    mine = RankCapabilities(host, core=core, no_core=no_core, no_mpi=no_mpi, by_mpi=by_mpi, gpu=gpu)
     answers = board.all_gather("capabilities", msgspec.json.encode(mine).decode(), rank=rank, ranks=range(size))
     every = [msgspec.json.decode(answer, type=RankCapabilities) for answer in answers]
     return Capabilities.of_all(every, device="cuda" if device.type == "cuda" else "cpu")
@@ -158,21 +159,6 @@ def _by_algorithm(
     return inner, BackendChoice(choice.backend, f'{choice.why}; wire.algorithm = "{algorithm}" is for groups over Gloo')
 
 
-def open_nccl(store: Store, rank: int, size: int, timeout_s: float, *, device: torch.device | None = None) -> Any:
-    """A group over NCCL, for tensors on GPUs.
-
-    Its kernels go before those of a backward that has filled the device (a stream of high priority); what takes longer
-    than `timeout_s` is aborted. With the rank's `device` the ranks connect here, and not in their first call, so that a
-    link that does not come up is an error of the start; None: in the first call, on the device of its tensor.
-    """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupNCCL(store, rank, size, options)
-    if device is not None:
-        group.eager_connect_single_device(device)
-    return group
-
-
 CODED_LANE = "coded"
 """Of the groups between which coded sums are divided."""
 
@@ -208,6 +194,12 @@ class Mesh:
         Groups of the same ranks and another `lane` are others: traffic of one does not wait behind that of the other.
         """
         return self.ranks(self.layout.group(axes, self.rank), lane=lane)
+
+    def messages(self, *axes: Axis, pairs: Iterable[Pair]) -> Messages:
+        """What the ranks of `axis` send each other over, `pairs` of its places alone. All of them call it, in the same
+        order as for groups.
+        """
+        return messages_of(self, self.layout.group(axes, self.rank), pairs)
 
     def ranks(self, ranks: Sequence[int], *, lane: str = "") -> Collective:
         """The group of these ranks of the world, ascending, this one among them."""

@@ -85,6 +85,11 @@ class Seam(dist.ProcessGroup):
         return self
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors lie, all of them."""
+        return self._device
+
+    @property
     def log(self) -> CallLog:
         """The last collectives of this rank here."""
         return self._log

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.comm.collective import Collective
+from shoal.comm.messages import Messages
 from shoal.data.sample import Batch, leaves
 from shoal.engine.compute import Compute, Microbatch
 from shoal.engine.loss import call_model, prediction_in, weighted_sum
@@ -138,7 +139,7 @@ class SequentialForwardBackward:
 
 @dataclass(frozen=True)
 class PipelinedForwardBackward:
-    """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
+    """`ForwardBackward` by `table` over the ranks of `group`, the pipeline, between which go `messages`.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
     stage, and no other holds the same numbers? `splits`: see `Computation`. `codec`
@@ -150,7 +151,7 @@ class PipelinedForwardBackward:
     stages: Stages
     arrange: Arrange
     group: Collective
-    back: Collective
+    messages: Messages
     counts: bool
     splits: bool = True
     codec: CastConfig | BlockwiseConfig | None = None
@@ -239,7 +240,7 @@ class PipelinedForwardBackward:
         whole = partial(
             run_pipeline,
             device=self.compute.device,
-            back=self.back,
+            messages=self.messages,
             likenesses=_likenesses(microbatches),
             packing=self._packing,
         )

@@ -119,6 +119,24 @@ def precision_of(config: PrecisionConfig) -> Precision:
     return Precision(torch.float32, torch.float16 if isinstance(config, Float16) else None)
 
 
+@contextlib.contextmanager
+def whole_float32() -> Iterator[None]:
+    """Products of float32 are of float32. Otherwise GPUs may round their factors to 10 bits (TF32): convolutions do
+    unless they are told, matrix products where a script has asked for it; and two layouts, whose batches have other
+    sizes, differ by that.
+    """
+    cudnn: Any = torch.backends.cudnn  # the stubs lack its parts
+    kinds = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
+
+
 def scaler_of(config: PrecisionConfig) -> LossScaler:
     """The loss scale of a table `[precision]`; a fixed 1 for all but float16."""
     if not isinstance(config, Float16):

@@ -19,7 +19,7 @@ from shoal.data.sample import Batch
 from shoal.engine.batch_statistics import BufferGuard, StatisticsSync
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.precision import LossScaler
-from shoal.engine.tally import NoiseReading, PendingTally, StepResult, StepTimes, Tally
+from shoal.engine.tally import NoiseReading, PendingTally, StepResult, StepTimes, Tally, read_numbers
 from shoal.models.mixture import mixtures_of
 from shoal.state import works_in_streams
 from shoal.sync.strategy import Agreed
@@ -128,7 +128,7 @@ class GlobalSum:
         """`number`, a scalar on the device, and the sum, for which the host waits once."""
         if not works_in_streams(number.device):
             return float(number), self.wait()
-        own, total = torch.stack([number.double(), self.tensor().double().to(number.device)]).tolist()
+        own, total = read_numbers(torch.stack([number.double(), self.tensor().double().to(number.device)]))
         return own, total
 
 

@@ -20,7 +20,7 @@ from shoal.data.sample import Batch
 from shoal.engine.growing_batch import BatchGrowth
 from shoal.errors import DataError, UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.state import numbers_on, side_stream, works_in_streams
+from shoal.state import numbers_on, side_stream, wait_for, works_in_streams
 from shoal.sync.strategy import Agreed
 
 # What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
@@ -173,6 +173,11 @@ class DeviceVote:
         return math.isfinite(norm) and math.isfinite(loss)
 
 
+def read_numbers(numbers: Tensor) -> list[float]:
+    """What a device has computed, when it is there. What was launched after it may still run."""
+    return _read(*_to_host(numbers))
+
+
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.Event | None]:
     """The numbers in memory of the host, and the event after which they are there."""
     if not works_in_streams(numbers.device):
@@ -185,7 +190,7 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, torch.Event | None]:
 def _read(on_host: Tensor, copied: torch.Event | None) -> list[float]:
     """What `_to_host` gave, when it is there."""
     if copied is not None:
-        copied.synchronize()
+        wait_for(copied)
     return on_host.tolist()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, home_of
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
 from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, GradientRanks, parts_by_size, parts_by_unit, units_of
@@ -50,7 +50,7 @@ class UnsummedGradients(OfWholeParameters):
         self._counted = [index for index, t in enumerate(trained) if t.holding.counts]
         counted = [self._parameters[index] for index in self._counted]
         self._norm = JointNorm(counted) if counted else None
-        self._device = trained[0].parameter.device if trained else torch.device("cpu")
+        self._device = home_of([each.parameter for each in trained[:1]], replica)
         self._sums: list[Tensor | None] | None = None
         self._gradients: list[Tensor] = []
         self._held: list[Any] = []

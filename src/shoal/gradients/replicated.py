@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, home_of
 from shoal.comm.exchanges.exchange import AllReduce, Exchange, NewExchange, Segment
 from shoal.gradients.bucket import (
     Bucket,
@@ -153,7 +153,7 @@ class ReplicatedGradients(OfWholeParameters):
         self.own = OwnGradient()
         self._trained, self._config, self._ranks, self._groups = trained, config, ranks, groups
         self._replica, self._lockstep, self._exchange = replica, lockstep, exchange
-        self._device = trained[0].parameter.device if trained else torch.device("cpu")
+        self._device = home_of([each.parameter for each in trained[:1]], replica)
         self._sharing = self._sharing_norm() if replica.size == 1 and not exchange.by_microbatch else None
         searches = config.bucket == "auto" and lockstep is not None
         self.tuned = self._search(lockstep) if searches and lockstep is not None else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Allocate, Collective, Handle, ordinary
+from shoal.comm.collective import Allocate, Collective, Handle, home_of, ordinary
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
 from shoal.gradients.bucket import (
     ALIGNMENT,
@@ -135,7 +135,7 @@ class ShardedBase(OverReplica):
         self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
         trained = [replace(t, master=None) for t in trained]  # it is in the pieces now
         self._trained, self._replica = trained, replica
-        self._device = trained[0].parameter.device if trained else torch.device("cpu")
+        self._device = home_of([each.parameter for each in trained[:1]], replica)
         found = [
             (index, bucket, owned)
             for part, store, bucket in zip(parts, stores, self._buckets, strict=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.comm.mesh import open_nccl
+from shoal.comm.nccl import open_nccl
 from shoal.errors import CollectiveError, UsageError
 from shoal.fleet.processes import REPLICA
 from shoal.horovod.engine import STALL_CHECK, STALL_DISABLE, STALL_SHUTDOWN, Engine, number_of

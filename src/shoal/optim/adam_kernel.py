@@ -94,8 +94,9 @@ class Moments:
 
     def count(self, made: int | Tensor) -> None:
         """One more step of each; `made` 0: none."""
-        if self._count is None:
-            torch._foreach_add_(self._steps, made)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+        if self._count is None:  # a tensor without `alpha` would be read as a number, for which the host waits
+            more = {"alpha": 1} if isinstance(made, Tensor) else {}
+            torch._foreach_add_(self._steps, made, **more)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType, reportCallIssue]
         else:
             self._count.add_(made)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective, exchanged
-from shoal.state import Owned, is_counted
+from shoal.comm.collective import Collective, exchanged, home_of
+from shoal.state import Owned, is_counted, numbers_on
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Parts:
     @property
     def device(self) -> torch.device:
         """Where the parts are."""
-        return self.owned[0].parameter.device if self.owned else torch.device("cpu")
+        return home_of([each.parameter for each in self.owned[:1]], self.replica)
 
     def of(self, optimizer: torch.optim.Optimizer) -> Parts:
         """Those that `optimizer` steps, where there are several."""
@@ -76,9 +76,10 @@ class PartSums:
         """
         if self._group.size == 1:
             return own.double()
+        own = own.to(self._device)  # a rank without a part has nothing that says where
         table = torch.zeros(self._length, own.shape[1], dtype=torch.float64, device=self._device)
-        rows = torch.tensor([self._rows[id(p)] for p in parameters], dtype=torch.int64, device=self._device)
-        counted = torch.tensor([self._counted[id(p)] for p in parameters], dtype=torch.float64, device=self._device)
+        rows = numbers_on(self._device, [self._rows[id(p)] for p in parameters], dtype=torch.int64)
+        counted = numbers_on(self._device, [self._counted[id(p)] for p in parameters])
         table.index_add_(0, rows, own.double() * counted[:, None])
         self._group.all_reduce(table).wait()
         return table[rows]

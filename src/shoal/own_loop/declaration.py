@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective, gather_lines
 from shoal.engine.rank_context import GlobalSum
+from shoal.engine.tally import read_numbers
 from shoal.errors import UserCodeError
 from shoal.state import numbers_on
 
@@ -85,7 +86,7 @@ class Declaration(GlobalSum):
         if self._sums is None:
             if self._handle is not None:
                 self._handle.wait()
-            self._sums = self._told.tolist()
+            self._sums = read_numbers(self._told)
         return self._sums
 
 

@@ -360,6 +360,7 @@ class Training:
             self._steps.leave()
         if self._comparison is not None:
             self._comparison.conclude(over=True)
+        self._run.settle()
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted and not self._ended:

@@ -21,10 +21,12 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
+from shoal.comm.messages import Messages
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import EmbeddingTable, Role, Stored, roles_of, stored_in, tables_in
 from shoal.models.sample_places import Inside
 from shoal.parallel.context.cores import ContextKind, check_context, put_context
+from shoal.parallel.context.ring import pairs_of_ring
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
@@ -237,7 +239,7 @@ def split_model(
     experts: dict[str, ExpertPart] = {}
     if layout.size(("shard", "context", "tensor")) > 1:
         experts = split_experts(model, _expert_groups(mesh, sequence_parallel=sequence_parallel))
-    put_context(model, mesh.axis("context"), context)
+    put_context(model, mesh.axis("context"), context, _ring(mesh) if context == "ring" else None)
     if layout.expert > 1 and not any(role.kind == "expert" for role in unsplit.roles.values()):
         raise UserCodeError(
             f"{type(model).__name__} has no experts, and layout.expert = {layout.expert} splits them; set it to 1"
@@ -253,6 +255,12 @@ def split_model(
         model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary,
         tensor.columns, tensor.rows, unsplit.tied, unsplit.no_products, unsplit.stored,
     )  # fmt: skip
+
+
+def _ring(mesh: Mesh) -> Messages | None:
+    """What the context ranks send each other over."""
+    size = mesh.layout.context
+    return mesh.messages("context", pairs=pairs_of_ring(size)) if size > 1 else None
 
 
 @dataclass(frozen=True)

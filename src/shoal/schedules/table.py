@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple, cast
 
 Kind = Literal["F", "B", "I", "W"]
@@ -66,6 +67,12 @@ class ScheduleTable:
     def last_stage(self) -> int:
         """The stage that computes the loss."""
         return self.stages - 1
+
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Sender and receiver of all that ranks send each other, activations and gradients."""
+        hops = [hop for hop in pairwise(self.placement) if hop[0] != hop[1]]
+        return frozenset([*hops, *((there, here) for here, there in hops)])
 
     @property
     def has_backward(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, home_of
 from shoal.errors import ConfigError
 from shoal.sparsity.config import FreezeConfig
 from shoal.sparsity.masks import Masks
@@ -245,7 +245,7 @@ class Freezing:
 
     @property
     def _device(self) -> torch.device:
-        return self._owned[0].parameter.device if self._owned else torch.device("cpu")
+        return home_of([each.parameter for each in self._owned[:1]], self._replica)
 
     def figures(self) -> dict[str, float]:
         """`freeze/share`: the share of this rank's trained parameters that is frozen now."""

@@ -24,7 +24,7 @@ from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float32, Float64, PrecisionConfig
-from shoal.engine.precision import LossScaler, precision_of
+from shoal.engine.precision import LossScaler, precision_of, whole_float32
 from shoal.engine.reference import Reference
 from shoal.engine.tolerances import EXACT, HALF, MASTERS, SINGLE, Finding, HeldBox, Tolerances
 from shoal.launcher.environment import Place
@@ -106,7 +106,20 @@ def verify_rank(
     `steps` None: `STEPS`, or as many as show all of a strategy under which replicas differ.
     """
     require_provable(run_file)
-    bar = bar or ProgressBar()
+    with whole_float32():
+        return _verify_rank(run_file, place, objects, steps=steps, exact=exact, store=store, bar=bar or ProgressBar())
+
+
+def _verify_rank(
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    steps: int | None,
+    exact: bool,
+    store: Store | None,
+    bar: ProgressBar,
+) -> Verdict | None:
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     differ = replicas_differ(run_file.sync)
@@ -125,6 +138,7 @@ def verify_rank(
     else:
         run = open_run(run_file, place, objects, store=store)
         verdict = _verify_layout(run, own_precision, steps=steps or STEPS, tolerances=tolerances, exact=exact, bar=bar)
+    run.settle()
     return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
 
 
@@ -248,6 +262,7 @@ class _Proof:
     def _with_masters(self, config: PrecisionConfig) -> None:
         """The parameters of a layout are of one type for as long as it stands: it is built again."""
         run, generation = self.run, self.run.mesh.generation + 1
+        run.settle()
         run.end()
         run_file = msgspec.structs.replace(run.run_file, precision=config)
         workload = with_new_model(replace(run.workload, precision=precision_of(config)), run_file, run.device)

@@ -47,7 +47,9 @@ class OfRanks:
             return self.run.device
         if self._cpu or not torch.accelerator.is_available():
             return torch.device("cpu")
-        return torch.device(str(torch.accelerator.current_accelerator()), self._place.local_rank)
+        # Slurm may show each task its own GPU alone, and ranks may share one.
+        index = self._place.local_rank % torch.accelerator.device_count()
+        return torch.device(str(torch.accelerator.current_accelerator()), index)
 
     @property
     def num_processes(self) -> int:

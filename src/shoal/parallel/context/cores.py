@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from shoal.comm.collective import Collective
+from shoal.comm.messages import Messages
 from shoal.errors import UserCodeError
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
@@ -35,9 +36,9 @@ def check_context(model: nn.Module, group: Collective) -> None:
         )
 
 
-def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
+def put_context(model: nn.Module, group: Collective, kind: ContextKind, messages: Messages | None = None) -> None:
     """Replaces every `CausalAttention` of `model` by the kind's, over the context ranks of `group`, and every
-    `SparseAttention` by one under its mask.
+    `SparseAttention` by one under its mask. `messages`: what a ring sends over, None: the group.
 
     From then on the model is called with this rank's slices of the sequence and with its `positions`.
     Call it before `recompute`. A group of one rank changes nothing, and neither does a stage without attention.
@@ -48,12 +49,12 @@ def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
     for name, module in _cores(model).items():
         if "forward" in vars(module):
             raise UserCodeError(f"'{name}' already has a forward of its own: split the context before recompute")
-        model.set_submodule(name, _core(module, kind)(group))
+        model.set_submodule(name, _core(module, kind, messages)(group))
 
 
-def _core(module: CausalAttention, kind: ContextKind) -> Callable[[Collective], ContextCore]:
+def _core(module: CausalAttention, kind: ContextKind, messages: Messages | None) -> Callable[[Collective], ContextCore]:
     if not isinstance(module, SparseAttention):
-        return KINDS[kind]
+        return partial(RingAttention, messages=messages) if kind == "ring" else KINDS[kind]
     return partial(UlyssesAttention if kind == "ulysses" else FetchedAttention, mask=module.config)
 
 

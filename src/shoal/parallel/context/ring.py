@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective, Handle
+from shoal.comm.messages import Messages
 from shoal.parallel.context.core import ContextCore, gathered
 from shoal.parallel.context.tiles import Documents, Rows, RowsBackward, tiles_of_source, wide_dtype
 
@@ -26,24 +27,26 @@ BLOCKS, GRADIENTS = 0, 1
 class RingAttention(ContextCore):
     """`ContextCore` by a ring."""
 
+    def __init__(self, group: Collective, messages: Messages | None = None) -> None:
+        super().__init__(group)
+        self._ring = Ring(group, messages)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         everyones = None if documents is None else gathered(self.group, documents)
-        return _Ring.apply(query, key, value, everyones, self.group)
+        return _Ring.apply(query, key, value, everyones, self._ring)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, everyones: Tensor | None, group: Collective
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, everyones: Tensor | None, ring: Ring) -> Tensor:
         rows, block = Rows(query), torch.stack((key, value))
-        for source in _sources(group):
-            coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
-            documents = _ring_documents(everyones, group.rank, source)
-            for tile in tiles_of_source(group.rank, source, length=query.shape[2]):
+        for source in _sources(ring):
+            coming = None if source == _last(ring) else ring.shift(block, tag=BLOCKS)
+            documents = _ring_documents(everyones, ring.rank, source)
+            for tile in tiles_of_source(ring.rank, source, length=query.shape[2]):
                 rows.add(tile, block[0], block[1], documents=documents)
             block = block if coming is None else coming.wait()
-        ctx.group, out = group, rows.out.to(query.dtype)
+        ctx.ring, out = ring, rows.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, everyones, out, rows.lse)
         return out
 
@@ -53,35 +56,35 @@ class _Ring(torch.autograd.Function):
         query, key, value, everyones, out, lse = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
             rows = RowsBackward(grads[0], query, out=out, lse=lse)
-            of_block = _block_gradient(rows, torch.stack((key, value)), everyones, group=ctx.group)
+            of_block = _block_gradient(rows, torch.stack((key, value)), everyones, ctx.ring)
         return rows.grad_query.to(query.dtype), of_block[0].to(key.dtype), of_block[1].to(value.dtype), None, None
 
 
-def _block_gradient(rows: RowsBackward, block: Tensor, everyones: Tensor | None, *, group: Collective) -> Tensor:
+def _block_gradient(rows: RowsBackward, block: Tensor, everyones: Tensor | None, ring: Ring) -> Tensor:
     """The gradient of this rank's `block` of keys and values, all ranks' terms; adds to `rows` on the way."""
     own = torch.zeros(block.shape, dtype=wide_dtype(block.dtype), device=block.device)
     travelling = None
-    for source in _sources(group):
-        coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
-        terms = own if source == group.rank else torch.zeros_like(own)
-        documents = _ring_documents(everyones, group.rank, source)
-        for tile in tiles_of_source(group.rank, source, length=rows.query.shape[2]):
+    for source in _sources(ring):
+        coming = None if source == _last(ring) else ring.shift(block, tag=BLOCKS)
+        terms = own if source == ring.rank else torch.zeros_like(own)
+        documents = _ring_documents(everyones, ring.rank, source)
+        for tile in tiles_of_source(ring.rank, source, length=rows.query.shape[2]):
             rows.add(tile, block[0], block[1], documents=documents, grad_key=terms[0], grad_value=terms[1])
-        if source != group.rank:
+        if source != ring.rank:
             if travelling is not None:
                 terms += travelling.wait()
-            travelling = shift(group, terms, tag=GRADIENTS)
+            travelling = ring.shift(terms, tag=GRADIENTS)
         block = block if coming is None else coming.wait()
     return own if travelling is None else own + travelling.wait()
 
 
-def _sources(group: Collective) -> list[int]:
+def _sources(ring: Ring) -> list[int]:
     """Whose block is here, step by step."""
-    return [(group.rank - step) % group.size for step in range(group.size)]
+    return [(ring.rank - step) % ring.size for step in range(ring.size)]
 
 
-def _last(group: Collective) -> int:
-    return _sources(group)[-1]
+def _last(ring: Ring) -> int:
+    return _sources(ring)[-1]
 
 
 def _ring_documents(everyones: Tensor | None, rank: int, source: int) -> Documents | None:
@@ -103,16 +106,36 @@ class Shift:
         return self.arriving
 
 
-def shift(group: Collective, tensor: Tensor, *, tag: int) -> Shift:
-    """Begins to send `tensor`, contiguous and not to be written until `wait`, to the next rank of the ring.
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of `group`, each of which sends to the next. `messages`: over what, None: over the group."""
 
-    Even ranks call send first and odd ranks receive first: a backend that runs the calls of a pair in their order, as
-    NCCL does, would stand still if both began with the same.
-    """
-    arriving = torch.empty_like(tensor)
-    to, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    if group.rank % 2 == 0:
-        sent = group.send(tensor, to=to, tag=tag)
-        return Shift(tensor, arriving, (sent, group.recv(arriving, source=source, tag=tag)))
-    received = group.recv(arriving, source=source, tag=tag)
-    return Shift(tensor, arriving, (received, group.send(tensor, to=to, tag=tag)))
+    group: Collective
+    messages: Messages | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def shift(self, tensor: Tensor, *, tag: int) -> Shift:
+        """Begins to send `tensor`, contiguous and not to be written until `wait`, to the next rank of the ring.
+
+        Even ranks call send first and odd ranks receive first: a backend that runs the calls of a group in their order
+        would stand still if all began with the same.
+        """
+        arriving, messages = torch.empty_like(tensor), self.messages or self.group
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if self.rank % 2 == 0:
+            sent = messages.send(tensor, to=to, tag=tag)
+            return Shift(tensor, arriving, (sent, messages.recv(arriving, source=source, tag=tag)))
+        received = messages.recv(arriving, source=source, tag=tag)
+        return Shift(tensor, arriving, (received, messages.send(tensor, to=to, tag=tag)))
+
+
+def pairs_of_ring(size: int) -> list[tuple[int, int]]:
+    """Sender and receiver of all that the ranks of a ring send."""
+    return [(rank, (rank + 1) % size) for rank in range(size)]

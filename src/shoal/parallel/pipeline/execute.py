@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
+from shoal.comm.messages import Messages
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.joints import Branches, Noted, find_branches, noting
 from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
@@ -86,7 +87,12 @@ class Pass:
 
 # Seconds that a rank's device computes, to be set against the seconds of the whole schedule.
 #
-# A GPU is given work and asked for nothing: its seconds lie between events on its stream, read once at the end.
+# A GPU is given work and asked for nothing: its seconds lie between events on its stream, which are read when somebody
+# asks. A host that waited for them at the end of a pass would launch the update late.
+
+
+Seconds = Callable[[], tuple[float, float]]
+"""(seconds of computation, seconds in all)."""
 
 
 class Stopwatch(Protocol):
@@ -96,8 +102,8 @@ class Stopwatch(Protocol):
         """Around a piece of computation, whose time is added up."""
         ...
 
-    def read(self) -> tuple[float, float]:
-        """(seconds of computation, seconds in all), up to now."""
+    def stop(self) -> Seconds:
+        """Ends it. What it gives may wait for the device."""
         ...
 
 
@@ -113,12 +119,13 @@ class HostStopwatch:
         yield
         self._busy_s += time.perf_counter() - start_s
 
-    def read(self) -> tuple[float, float]:
-        return self._busy_s, time.perf_counter() - self._start_s
+    def stop(self) -> Seconds:
+        found = self._busy_s, time.perf_counter() - self._start_s
+        return lambda: found
 
 
 class StreamStopwatch:
-    """For devices with streams. `read` waits for the device."""
+    """For devices with streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -130,10 +137,14 @@ class StreamStopwatch:
         yield
         self._pieces.append((start, self._event()))
 
-    def read(self) -> tuple[float, float]:
+    def stop(self) -> Seconds:
         end = self._event()
-        end.synchronize()
-        return sum(_seconds(*piece) for piece in self._pieces), _seconds(self._start, end)
+
+        def read() -> tuple[float, float]:
+            end.synchronize()
+            return sum(_seconds(*piece) for piece in self._pieces), _seconds(self._start, end)
+
+        return read
 
     def _event(self) -> Any:
         event = torch.Event(self._device, enable_timing=True)
@@ -169,8 +180,7 @@ class PipelineRun:
     """
 
     losses: tuple[Tensor, ...]
-    busy_s: float
-    idle_s: float
+    seconds: Seconds
 
     @property
     def loss(self) -> Tensor | None:
@@ -178,8 +188,18 @@ class PipelineRun:
         return torch.stack(self.losses).sum() if self.losses else None
 
     @property
+    def busy_s(self) -> float:
+        return self.seconds()[0]
+
+    @property
+    def idle_s(self) -> float:
+        busy_s, all_s = self.seconds()
+        return all_s - busy_s
+
+    @property
     def idle_share(self) -> float:
-        return self.idle_s / (self.busy_s + self.idle_s)
+        busy_s, all_s = self.seconds()
+        return 1 - busy_s / all_s
 
 
 def _nothing(action: Action) -> AbstractContextManager[Any]:
@@ -224,14 +244,14 @@ def run_pipeline(
     contexts: Sequence[Any],
     *,
     device: torch.device,
-    back: Collective | None = None,
+    messages: Messages | None = None,
     hooks: Hooks = Hooks(),
     likenesses: Sequence[int] | None = None,
     packing: Packing = AS_IT_IS,
 ) -> PipelineRun:
     """Takes `len(contexts)` microbatches through all stages, and back where the table has a backward.
 
-    `group` are the ranks of the pipeline, stage order; `back` is a second group of them, needed with NCCL (see `Wire`).
+    `group` are the ranks of the pipeline, stage order; `messages` go between them (None: over the group).
     Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. `likenesses` has a
     number for each microbatch: the same, the first one's index, for those whose activations have one form. None: all
     have one.
@@ -247,7 +267,7 @@ def run_pipeline(
     run = _Run(
         table, computation, contexts, hooks,
         wire=Wire(
-            table, group, back=back or group, device=device, likenesses=likenesses or [0] * table.microbatches,
+            table, messages or group, device=device, likenesses=likenesses or [0] * table.microbatches,
             packing=packing,
         ),
         clock=stopwatch(device),
@@ -258,8 +278,7 @@ def run_pipeline(
             run.wire.expect(row[place : place + 1 + LOOKAHEAD])
             run.act(action)
     run.wire.finish()
-    busy_s, all_s = run.clock.read()
-    return PipelineRun(tuple(run.losses[j] for j in sorted(run.losses)), busy_s, all_s - busy_s)
+    return PipelineRun(tuple(run.losses[j] for j in sorted(run.losses)), run.clock.stop())
 
 
 @dataclass

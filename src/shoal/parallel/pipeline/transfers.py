@@ -6,7 +6,8 @@ needed.
 - A rank never waits for a send while it has work. A message from a peer proves what the peer did before it: sends that
   it had taken by then are complete, and are let go.
 - Receives from a peer are posted in the order in which the peer sends, which both know from the table: backends that
-  ignore tags agree with those that match them.
+  ignore tags agree with those that match them. Those that keep all calls of a group in one sequence need a group for
+  each sender and receiver (`shoal.comm.messages`).
 - Receives are posted ahead of need where the form is known, and blocked for only when needed.
 """
 
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective, Handle
+from shoal.comm.collective import Handle
+from shoal.comm.messages import Messages
 from shoal.errors import UserCodeError
 from shoal.parallel.pipeline.packing import AS_IT_IS, HEADER_NUMEL, Form, Packing
 from shoal.schedules.table import Action, ScheduleTable
@@ -81,8 +83,6 @@ def header_tag(transfer: Transfer, table: ScheduleTable) -> int:
 class Wire:
     """One rank's end, for one pass through a table.
 
-    `back` carries what goes to lower ranks; a second group of the same ranks where a backend keeps all transfers of a
-    pair in one sequence, as NCCL does: there, two ranks that send to each other first would block for ever.
     `likenesses` has a number for each microbatch, the same for those of one form and below the number of microbatches.
     `packing` says what tensors become between ranks; what stays on a rank stays as it is.
     """
@@ -90,16 +90,15 @@ class Wire:
     def __init__(
         self,
         table: ScheduleTable,
-        group: Collective,
+        messages: Messages,
         *,
-        back: Collective,
         device: torch.device,
         likenesses: Sequence[int],
         packing: Packing = AS_IT_IS,
     ) -> None:
         self._packing = packing
-        self._table, self._rank, self._device = table, group.rank, device
-        self._group, self._back = group, back
+        self._table, self._rank, self._device = table, messages.rank, device
+        self._messages = messages
         self._forms: dict[tuple[int, int], Form] = {}
         self._out: dict[Action, Transfer] = {}
         self._in: dict[Action, Transfer] = {}
@@ -168,7 +167,7 @@ class Wire:
             self._send(transfer, self._packing.packed(tensor), tag=transfer.tag)
 
     def _send(self, transfer: Transfer, tensor: Tensor, *, tag: int) -> None:
-        handle = self._towards(transfer).send(tensor, to=transfer.receiver, tag=tag)
+        handle = self._messages.send(tensor, to=transfer.receiver, tag=tag)
         self._sent[transfer.receiver].append((transfer.taken_at, handle, tensor))
 
     def _let_go(self, arrived: Transfer) -> None:
@@ -190,7 +189,7 @@ class Wire:
             transfer = queue.popleft()
             if transfer.is_activation or form.differentiable:
                 buffer = self._packing.buffer(form, self._device)
-                handle = self._towards(transfer).recv(buffer, source=transfer.sender, tag=transfer.tag)
+                handle = self._messages.recv(buffer, source=transfer.sender, tag=transfer.tag)
                 self._posted[transfer.consumer] = buffer, handle
 
     def _form(self, transfer: Transfer, *, needed: bool) -> Form | None:
@@ -201,16 +200,13 @@ class Wire:
         if key not in self._headers:
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self._device)
             tag = header_tag(transfer, self._table)
-            self._headers[key] = header, self._towards(transfer).recv(header, source=transfer.sender, tag=tag)
+            self._headers[key] = header, self._messages.recv(header, source=transfer.sender, tag=tag)
         if not needed:
             return None
         header, handle = self._headers.pop(key)
         handle.wait()
         self._forms[key] = Form.read(header)
         return self._forms[key]
-
-    def _towards(self, transfer: Transfer) -> Collective:
-        return self._group if transfer.sender < transfer.receiver else self._back
 
 
 def _key(transfer: Transfer) -> tuple[int, int]:
