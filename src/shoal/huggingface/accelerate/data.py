@@ -52,11 +52,10 @@ class _Loader:
 
 
 class TrainingLoader(_Loader):
-    """See above. `accumulation` batches make a step."""
+    """See above."""
 
-    def __init__(self, accelerator: Accelerator, loader: DataLoader, *, accumulation: int) -> None:
+    def __init__(self, accelerator: Accelerator, loader: DataLoader) -> None:
         super().__init__(accelerator, loader)
-        self._accumulation = accumulation
         self._epochs: Iterator[tuple[int, Iterator[Any]]] | None = None
         self._asked = 0  # epochs that the loop has asked for
         collate, self._masking = without_masking(loader.collate_fn)
@@ -74,10 +73,11 @@ class TrainingLoader(_Loader):
         require_repeatable(self.to_run.collate_fn, self.loader.dataset)
         if not self.loader.drop_last or isinstance(self.loader.dataset, IterableDataset):
             return
-        if over := len(self) % self._accumulation:
+        batches = self._accelerator.gradient_accumulation_steps
+        if over := len(self) % batches:
             raise UsageError(
                 f"drop_last=True leaves {len(self)} batches in an epoch, which gradient_accumulation_steps = "
-                f"{self._accumulation} does not divide: the run would leave out {over} more. Take drop_last=False, or "
+                f"{batches} does not divide: the run would leave out {over} more. Take drop_last=False, or "
                 "a torch.utils.data.Subset of whole steps"
             )
 
@@ -182,7 +182,7 @@ class EvaluationLoader(_Loader):
         rows = [list(range(*each)) or [first * size] for first, each in enumerate(own)]
         collate, masking = without_masking(self.loader.collate_fn)
         loader = DataLoader(data, batch_sampler=rows, collate_fn=collate)
-        with run.evaluation():
+        with run.evaluation(), accelerator.evaluating():
             for (first, behind), batch in zip(own, loader, strict=True):
                 given = on_device(batch if masking is None else masking(batch, seed=first), run.device)
                 with accelerator.counting(behind - first, size):
@@ -252,11 +252,23 @@ def counted_rows(tree: Any, *, rows: int, size: int) -> Any:
     def counted(each: Any) -> Any:
         if isinstance(each, Tensor) and each.dim() == 0:
             return each.expand(rows)
-        if isinstance(each, Tensor | list) and (rows == 0 or len(each) == size):
+        if isinstance(each, Tensor | list) and (rows == 0 or _is_repeated(each, size)):
             return each[:rows]
         return each
 
     return counted(tree) if isinstance(tree, list) and not _has_tensors(tree) else tree_map(counted, tree)
+
+
+def once_repeated(tree: Any, *, rows: int, size: int) -> Any:
+    """`tree` with a loss that was repeated `size` times repeated for this rank's `rows` alone, or the copy of one."""
+    return tree_map(lambda each: each[: max(rows, 1)] if _is_repeated(each, size) else each, tree)
+
+
+def _is_repeated(each: Any, size: int) -> bool:
+    """Whether it is one number, repeated so many times."""
+    if not isinstance(each, Tensor) or each.dim() != 1 or len(each) != size:
+        return False
+    return bool((each == each[0]).all() or each.isnan().all())
 
 
 def _has_tensors(tree: Any) -> bool:
