@@ -38,17 +38,19 @@ def left(accelerator, *models, **said):
 CLASSES = (
     HEAD
     + """
-from transformers import BertConfig, BertForSequenceClassification, get_scheduler
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, get_scheduler
 from accelerate.logging import get_logger
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
 get_logger(__name__).info(accelerator.state, main_process_only=False)
 set_seed(0)
 rows = [torch.randint(3, 40, (12,), generator=drawn) for _ in range(SAMPLES)]
 data = [{"input_ids": row, "labels": int(row[0] > 20)} for row in rows]
+collate = lambda rows: BatchEncoding(torch.utils.data.default_collate(rows))
 model = BertForSequenceClassification(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2,
     num_attention_heads=2, intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=DROPOUT,
     attention_probs_dropout_prob=DROPOUT))
-train, test = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data[:10], batch_size=4)
+train = DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate)
+test = DataLoader(data[:10], batch_size=4, collate_fn=collate)
 biases = [p for n, p in model.named_parameters() if "bias" in n]
 others = [p for n, p in model.named_parameters() if "bias" not in n]
 optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": biases}], lr=1e-2)
@@ -66,6 +68,7 @@ for epoch in range(first, math.ceil(most / per_epoch)):
     model.train()
     active = accelerator.skip_first_batches(train, skipped) if skipped and epoch == first else train
     for step, batch in enumerate(active):
+        batch.to(accelerator.device)
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -84,6 +87,7 @@ for epoch in range(first, math.ceil(most / per_epoch)):
     model.eval()
     found = []
     for batch in test:
+        batch.to(accelerator.device)
         with torch.no_grad():
             outputs = model(**batch)
         found.append(accelerator.gather_for_metrics((outputs.loss.repeat(4), outputs.logits, batch["labels"])))

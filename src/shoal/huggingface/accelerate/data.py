@@ -60,6 +60,7 @@ class TrainingLoader(_Loader):
         self._asked = 0  # epochs that the loop has asked for
         collate, self._masking = without_masking(loader.collate_fn)
         self.to_run = loader if self._masking is None else _collated(loader, collate)
+        self._kind: Callable[[Any], Any] | None = None  # of batches that are more than a dict
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -70,7 +71,9 @@ class TrainingLoader(_Loader):
         """
         if self.loader.batch_size is None:
             raise UsageError("the DataLoader has a batch_sampler of its own: give it a batch_size and a sampler")
-        require_repeatable(self.to_run.collate_fn, self.loader.dataset)
+        batch = require_repeatable(self.to_run.collate_fn, self.loader.dataset)
+        if isinstance(batch, Mapping) and hasattr(batch, "to"):  # a BatchEncoding of transformers
+            self._kind = type(batch)
         if not self.loader.drop_last or isinstance(self.loader.dataset, IterableDataset):
             return
         batches = self._accelerator.gradient_accumulation_steps
@@ -97,7 +100,7 @@ class TrainingLoader(_Loader):
             return
         if skipped is not None:
             self._check_skipped(run, skipped)
-        yield from accelerator.around(self._masked(self._batches(run)), size=self.total_batch_size)
+        yield from accelerator.around(self._as_collated(self._batches(run)), size=self.total_batch_size)
 
     def _batches(self, run: Training) -> Iterator[Any]:
         if isinstance(self.loader.dataset, IterableDataset):
@@ -108,8 +111,11 @@ class TrainingLoader(_Loader):
             yield from batches
             return
 
-    def _masked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches if self._masking is None else map(self._masking, batches)
+    def _as_collated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """As the script's collator makes them: a run's are dicts, without masks."""
+        for become in (self._masking, self._kind):
+            batches = batches if become is None else map(become, batches)
+        return batches
 
     def _check_skipped(self, run: Training, skipped: int) -> None:
         if skipped and not run.steps_done:
