@@ -24,7 +24,7 @@ ALONE = (
     + """
 import shutil
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import broadcast, gather_object
+from accelerate.utils import broadcast, gather, gather_object, reduce
 
 class Lines(GeneralTracker):
     name, requires_logging_directory = "lines", False
@@ -86,8 +86,9 @@ for epoch in range(done // per_epoch, 4):
             seen.append(accelerator.gather(F.mse_loss(model(x), y).repeat(4)))
     model.train()
     losses.append(torch.cat(seen)[: len(test.dataset)].mean().item())
-    told = broadcast(torch.tensor(accelerator.process_index))
-    others = [len(gather_object([1])), accelerator.state.num_processes, int(told)]
+    rank = torch.tensor([accelerator.process_index])
+    others = [len(gather_object([1])), accelerator.state.num_processes, int(broadcast(rank.clone()))]
+    others += [gather(rank).tolist(), int(reduce(rank + 1, reduction="sum"))]
 left(accelerator, model, done=done, losses=losses, others=others)
 """
 )
@@ -101,7 +102,7 @@ def test_rank_0_saves_for_all(keys: tuple[str, ...], hooks: bool, tmp_path: Path
     expected = plain(tmp_path / "plain", ALONE, DROPOUT=0, HOOKS=False)
     found = ours(tmp_path / "same", ALONE, *keys, world=2, DROPOUT=0, HOOKS=hooks)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert found["others"] == [2, 2, 0]
+    assert found["others"] == [2, 2, 0, [0, 1], 3]
     assert_alike(tmp_path / "same", tmp_path / "plain")
     for name in ("checkpoint-10", "checkpoint-12"):
         folder = tmp_path / "same" / "out" / name
@@ -138,6 +139,22 @@ def test_a_loop_that_passes_over_batches_itself_is_told(tmp_path: Path) -> None:
     assert run_script(file, tmp_path, world=1) != [0]
     printed = (tmp_path / "rank-0.txt").read_text()
     assert "Behind load_state the loader begins where the run stands: leave out what passes over" in printed
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "words"),
+    [
+        ("gradient_accumulation_steps=2, ", "", r"say Accelerator\(gradient_accumulation_steps=n\)"),
+        ("optimizer, train, test", "optimizer, test, train", "was given first"),
+    ],
+)
+def test_what_a_loop_gets_wrong_is_said(there: str, instead: str, words: str, tmp_path: Path) -> None:
+    """Batches accumulated by hand that the run knows nothing of; the data of the evaluation prepared first."""
+    step = "            optimizer.step()\n"
+    text = ALONE.replace(there, instead).replace(step, "            if done % 2 == 1:\n    " + step)
+    file = script(tmp_path, text, "shoal.huggingface", DROPOUT=0, HOOKS=False)
+    assert run_script(file, tmp_path, world=1) != [0]
+    assert re.search(words, (tmp_path / "rank-0.txt").read_text())
 
 
 def test_folders_are_whole_or_not_there(tmp_path: Path) -> None:
