@@ -184,6 +184,8 @@ thread.join()
 (here / "beside.py").write_text("import os\\nplace = os.environ.get('LOCAL_RA" + "NK')\\n")
 import beside
 said["named"] = why_not(os.environ)
+(here / "beside.py").write_text("first = accelerator.is_main_pro" + "cess\\n")
+said["asked"] = why_not(os.environ)
 print(json.dumps(said))
 """
 
@@ -200,6 +202,7 @@ def test_nothing_is_forked_where_a_fork_could_differ(tmp_path: Path) -> None:
     assert said["socket"].startswith("socket:")
     assert said["thread"] == "other threads run"
     assert said["named"] == f"{tmp_path / 'beside.py'} names LOCAL_RANK"
+    assert said["asked"] == f"{tmp_path / 'beside.py'} names is_main_process"
 
 
 HIDDEN_THREAD = """

@@ -101,12 +101,13 @@ def without_masking(collator: Any) -> tuple[Any, Masking | None]:
     return replace(collator, mlm=False, seed=None), Masking(collator)
 
 
-def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
-    """Raises `UserCodeError` for a collator that draws, such as one that masks tokens: what it draws would depend on
-    how the batch is divided among ranks; and for one that cannot put samples together.
+def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> Any:
+    """A batch of the first samples; None of an iterable. Raises `UserCodeError` for a collator that draws, such as one
+    that masks tokens: what it draws would depend on how the batch is divided among ranks; and for one that cannot put
+    samples together.
     """
     if isinstance(data, IterableDataset):
-        return
+        return None
     items = [data[index] for index in range(min(TRIED_SAMPLES, len(data)))]
     watch = DrawWatch(host=True)
     try:
@@ -118,7 +119,7 @@ def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
             "data_collator=DataCollatorWithPadding(tokenizer)"
         ) from error
     if not watch.drew() and _same(first, collate(deepcopy(items))):
-        return
+        return first
     raise UserCodeError(
         f"the data_collator ({_name(collate)}) draws random numbers for a batch, so that the result would depend on "
         "the number of ranks and a resume would not repeat it: draw in data.augment, which keys what it draws on the "

@@ -238,6 +238,23 @@ def _saved(node: Any, name: str) -> Any:
         return getattr(node, f"_saved_{name}", None) if raw is None or raw.unpack_hook is None else None
 
 
+def factor_of(loss: Tensor, node: Any) -> float | None:
+    """By what the number that `node` of autograd's graph has computed was multiplied to make `loss`, without its sign;
+    None where it was not made in this way alone.
+    """
+    at, factor = loss.grad_fn, 1.0
+    while at is not node:
+        if at is None:
+            return None
+        name, following = at.name(), [each for each, _ in at.next_functions if each is not None]
+        by = _number(_saved(at, "other")) if name.startswith(("MulBackward", "DivBackward")) else None
+        if len(following) != 1 or (by is None and name not in PASSED_ON):
+            return None
+        factor = factor if by is None else factor * by if name[0] == "M" else factor / by
+        (at,) = following
+    return factor
+
+
 def _number(value: Any) -> float | None:
     """The size of a factor or divisor that is one number, is not trained, and is not 0."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shoal.errors import UsageError, UserCodeError
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow  # the imports of accelerate and transformers take seconds
+COMM = accelerate.utils.DDPCommunicationHookType
 PAGE = (Path(__file__).parents[3] / "docs" / "migration" / "accelerate.md").read_text(encoding="utf-8")
 
 
@@ -40,6 +42,10 @@ def accelerator(**given: Any) -> Any:
         ({"mixed_precision": "fp8"}, "others are a precision.kind"),
         ({"dataloader_config": accelerate.DataLoaderConfiguration(dispatch_batches=True)}, "reads its own part"),
         ({"kwargs_handlers": [accelerate.GradScalerKwargs()]}, r"GradScalerKwargs .*keys of \[precision\]"),
+        (
+            {"kwargs_handlers": [accelerate.DistributedDataParallelKwargs(comm_hook=COMM.FP16)]},
+            r"comm_hook='fp16'\).*codec.kind",
+        ),
         (
             {
                 "gradient_accumulation_plugin": accelerate.utils.GradientAccumulationPlugin(
@@ -112,8 +118,9 @@ def test_every_call_has_an_answer() -> None:
     own = {"verify_device_map", "deepspeed_ulysses_dl_adapter"}
     hooks = {"register_load_state_pre_hook", "register_save_state_pre_hook"}
     assert not [name for name in methods - likes - own - hooks if f"`{name}" not in PAGE]
-    with pytest.raises(UserCodeError, match="shoal profile mine"):
-        _ = ours.profile
+    with pytest.raises(UserCodeError, match="part of the backward"):
+        _ = ours.lomo_backward
+    assert (ours.scaler, ours.native_amp) == (None, False)
     with pytest.raises(AttributeError, match="no attribute 'gather_all'"):
         _ = ours.gather_all
 
@@ -126,7 +133,7 @@ def refused(capsys: pytest.CaptureFixture[str], call: Any) -> str:
     return capsys.readouterr().err
 
 
-def test_what_cannot_start_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_start_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that ranks cannot share, another step in the run file, an iterable without an end, nothing to train."""
     data: Any = [torch.randn(2) for _ in range(8)]
 
@@ -151,6 +158,9 @@ def test_what_cannot_start_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     alone = accelerator()
     prepared = alone.prepare(DataLoader(data, 4))
     assert "there is nothing to train" in refused(capsys, lambda: next(iter(prepared)))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate.local_sgd", sys)
+        assert 'set sync.kind = "local" and sync.period' in refused(capsys, begin(DataLoader(data, 4)))
     noisy = DataLoader(data, 4, collate_fn=lambda rows: torch.stack(rows) + torch.randn(()))
     with pytest.raises(SystemExit):
         begin(noisy)()
@@ -180,6 +190,52 @@ def test_before_the_run_a_process_is_alone() -> None:
     assert ours.on_process(process_index=1)(lambda: 3)() is None
 
 
+def test_what_was_prepared_may_be_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    """As automatic_gradient_accumulation.py does it: another number of batches in a step, and all of it anew."""
+    ours = accelerator(overrides=["run.name=mine", "run.processes=2"])
+    data: Any = [torch.randn(2) for _ in range(8)]
+
+    def prepared(batch: int) -> Any:
+        ours.free_memory()
+        model = nn.Linear(2, 1)
+        return ours.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch))[2]
+
+    prepared(8)
+    ours.gradient_accumulation_steps = 4
+    loader = prepared(3)
+    assert (ours.gradient_accumulation_steps, len(loader)) == (4, 3)
+    said = refused(capsys, lambda: next(iter(loader)))  # of 2 ranks, so that no run begins here
+    assert "batch_size of 3, which 2 ranks cannot share" in said
+    ours.run = object()
+    said = refused(capsys, lambda: setattr(ours, "gradient_accumulation_steps", 2))
+    assert "start the script for each" in said
+
+
+def test_a_loss_of_a_model_keeps_its_weight() -> None:
+    """Also where the loop has divided it by the batches of a step, as run_ner_no_trainer.py does; not what was computed
+    from it in another way.
+    """
+    from transformers import BertConfig, BertForTokenClassification
+
+    from shoal.huggingface.accelerate.state import ModelLosses
+
+    model = BertForTokenClassification(
+        BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    )
+    losses, words = ModelLosses(), torch.randint(0, 9, (2, 6))
+    losses.watch(model)
+    labels = torch.tensor([[0, 1, 1, -100, -100, -100], [1, -100, -100, -100, -100, -100]])
+    loss = model(input_ids=words, labels=labels).loss
+    for own in (loss, loss / 1, loss / 4, (loss / 4).float(), loss / torch.tensor(4)):
+        assert losses.weight_of(own, batches=4) == 4
+    for other in (loss * 0.7, loss / 2, loss + loss, loss * loss.detach(), loss + model.classifier.bias.sum()):
+        assert losses.weight_of(other, batches=4) is None
+    with pytest.raises(UserCodeError, match="num_items_in_batch"):
+        model(input_ids=words, labels=labels, num_items_in_batch=4)
+    with torch.no_grad():
+        model(input_ids=words, labels=labels, num_items_in_batch=4)
+
+
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
 def test_parts_are_those_of_accelerate(kind: Any) -> None:
     """Ranks with one more come first, and padding repeats the last."""
@@ -192,11 +248,15 @@ def test_parts_are_those_of_accelerate(kind: Any) -> None:
 
 def test_rows_that_count_for_metrics() -> None:
     """A loss that is repeated for a whole batch counts as often as a rank has samples, a copy not at all."""
-    from shoal.huggingface.accelerate.data import counted_rows
+    from shoal.huggingface.accelerate.data import counted_rows, once_repeated
 
     loss, logits = torch.ones(4), torch.ones(2, 3)
     found = counted_rows((loss, logits), rows=2, size=4)
     assert [len(each) for each in found] == [2, 2]
     assert [len(each) for each in counted_rows((loss, logits[:1]), rows=0, size=4)] == [0, 0]
     assert len(counted_rows(torch.ones(12), rows=2, size=4)) == 12
+    both = torch.tensor([1.0, 2.0, 3.0, 4.0])  # two for each of two samples, as in a loss with a prior
+    assert len(counted_rows(both, rows=2, size=4)) == len(once_repeated(both, rows=2, size=4)) == 4
+    assert [len(once_repeated(loss, rows=rows, size=4)) for rows in (3, 0)] == [3, 1]
+    assert len(once_repeated(loss * torch.nan, rows=2, size=4)) == 2
     assert counted_rows(["a", "b"], rows=0, size=4) == []

@@ -19,10 +19,10 @@ prepare one run, and what is restored is known by then. Until then this process 
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,34 +31,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.hooks import RemovableHandle
 
 import shoal
 from shoal.errors import Stopped, UsageError, UserCodeError
 from shoal.huggingface.accelerate.arguments import ANSWERS, BACKWARD, METHODS_REFUSED, plan_of, settings_of
 from shoal.huggingface.accelerate.data import EvaluationLoader, SkippedLoader, TrainingLoader
-from shoal.huggingface.accelerate.ranks import Function, OfRanks
-from shoal.huggingface.accelerate.state import (
-    Beside,
-    Hooks,
-    ModelLosses,
-    Saved,
-    StepScheduler,
-    compute_in,
-    go_back,
-    require_state_of,
-)
-from shoal.launcher.own_script import script_check
+from shoal.huggingface.accelerate.state import ModelLosses, StepScheduler, compute_in
+from shoal.huggingface.accelerate.writing import Writing
 from shoal.own_loop.objects import data_of_script
-from shoal.own_loop.other_libraries import refusing, without_launcher
+from shoal.own_loop.other_libraries import refusing
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training
 
+BY_HAND = (
+    "To accumulate by hand, say Accelerator(gradient_accumulation_steps=n), and step the optimizer behind the last "
+    "batch: if (step + 1) % n == 0 or step == len(loader) - 1"
+)
+SKIPS = (
+    "Behind load_state the loader begins where the run stands: leave out what passes over the batches before, as by "
+    "`if step < resume_step: continue`"
+)
 FORGETS = "what the loop itself counts begins at 0; load_state(folder), or accelerator.run.steps_done, says where it is"
 
 
-class Accelerator(OfRanks):
+class Accelerator(Writing):
     """See above, and `accelerate.Accelerator` for what each argument and call means; docs/migration/accelerate.md says
     what becomes of each. `config` is a run file or its tables, `overrides` are keys such as "layout.shard=2"; None:
     those of the command line. A refusal is a sentence on standard error, and exit code 2.
@@ -74,23 +71,17 @@ class Accelerator(OfRanks):
     ) -> None:
         with refusing():
             self._settings = settings_of({"device_placement": device_placement, **given})
+        super().__init__(self._settings, given.get("log_with"))
         self._config, self._overrides = config, overrides
-        project = self._settings.project
-        with without_launcher():
-            self._accelerate = Beside(
-                cpu=True, mixed_precision="no", log_with=given.get("log_with"), project_config=project
-            )
-        super().__init__(cpu=self._settings.cpu)
-        self.resumed_by_script = self.passes_over = self.is_over = False
-        self._models: list[nn.Module] = []
+        self.native_amp = self._settings.precision is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[StepScheduler] = []
         self._objects: list[Any] = []
         self._loader: TrainingLoader | None = None
         self._trained: list[nn.Module] = []
-        self._losses, self._saved = ModelLosses(), Saved(project)
-        self._before_save, self._before_load = Hooks(), Hooks()
-        self._given = 0  # the number of the step that the loop is at
+        self._losses = ModelLosses()
+        self._has_trained = False
+        self._evaluations = 0  # loops over their DataLoaders that are open
 
     def __getattr__(self, name: str) -> Any:
         if name in ANSWERS:
@@ -101,7 +92,7 @@ class Accelerator(OfRanks):
 
     @property
     def state(self) -> Any:
-        """accelerate's own state, of a process without others."""
+        """accelerate's own state: that of one process until the run begins, then that of this rank."""
         return self._accelerate.state
 
     @property
@@ -113,6 +104,12 @@ class Accelerator(OfRanks):
     def gradient_accumulation_steps(self) -> int:
         """Batches of a step."""
         return self._settings.accumulation
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        with refusing():
+            self._require_unbegun("a new gradient_accumulation_steps")
+        self._settings = replace(self._settings, accumulation=steps)
 
     @property
     def project_dir(self) -> str | None:
@@ -130,16 +127,6 @@ class Accelerator(OfRanks):
         return self._settings.project
 
     @property
-    def save_iteration(self) -> int:
-        """The number of the next folder that `save_state` names itself."""
-        return self._settings.project.iteration
-
-    @property
-    def trackers(self) -> list[Any]:
-        """Those of `init_trackers`, on rank 0."""
-        return self._accelerate.trackers
-
-    @property
     def sync_gradients(self) -> bool:
         """Whether the step's update is made with this batch."""
         return self.run is None or self.run.last_of_step
@@ -151,21 +138,23 @@ class Accelerator(OfRanks):
 
     # What is prepared, and the start of the run.
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Models, optimizers and other objects stay the same; DataLoaders and schedulers come back as loops need them.
-        The first DataLoader is that of the training; others are for evaluations.
+        The first DataLoader is that of the training; others are for evaluations. `device_placement` changes nothing.
         """
         with refusing():
             prepared = tuple(self._prepared(each) for each in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         return self.prepare(model)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: Any = None
+    ) -> torch.optim.Optimizer:
         return self.prepare(optimizer)
 
-    def prepare_data_loader(self, data_loader: DataLoader) -> Any:
+    def prepare_data_loader(self, data_loader: DataLoader, device_placement: Any = None) -> Any:
         return self.prepare(data_loader)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
@@ -173,7 +162,7 @@ class Accelerator(OfRanks):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Saves and restores them with the run: objects with `state_dict` and `load_state_dict`."""
-        self._require_unbegun("register_for_checkpointing")
+        self._require_unbegun("register_for_checkpointing()")
         self._objects += objects
 
     def _prepared(self, each: Any) -> Any:
@@ -183,13 +172,13 @@ class Accelerator(OfRanks):
             return each
         if self.run is not None and isinstance(each, nn.Module) and not any(p.requires_grad for p in each.parameters()):
             return each.to(self.device)
-        self._require_unbegun("prepare")
+        self._require_unbegun("prepare()")
         if isinstance(each, nn.Module):
             self._models.append(each)
         elif isinstance(each, torch.optim.Optimizer):
             self._optimizers.append(each)
         elif isinstance(each, DataLoader):
-            self._loader = each = TrainingLoader(self, each, accumulation=self._settings.accumulation)
+            self._loader = each = TrainingLoader(self, each)
         else:
             each = StepScheduler(each, self, follows=self._settings.steps_scheduler)
             self._schedulers.append(each)
@@ -197,7 +186,23 @@ class Accelerator(OfRanks):
 
     def _require_unbegun(self, call: str) -> None:
         if self.run is not None:
-            raise UsageError(f"{call}() was called behind the first batch: a script has one run, which is begun there")
+            raise UsageError(
+                f"{call} behind the first batch: a script has one run, which is begun there. For several, as of a "
+                "cross-validation, start the script for each; for one that needs less memory, take a smaller "
+                "batch_size and more gradient_accumulation_steps at the start"
+            )
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """None for each of `objects`, and the device's unused memory back to it. What was prepared is forgotten, unless
+        the run has begun, which goes on.
+        """
+        if self.run is None:
+            self._loader = None
+            for prepared in (self._models, self._optimizers, self._schedulers):
+                prepared.clear()
+        return super().free_memory(*objects)
+
+    clear = free_memory
 
     def begun(self, *, resume: bool | None = None) -> Training:
         """The run, which begins with the first call."""
@@ -223,6 +228,7 @@ class Accelerator(OfRanks):
         plan = plan_of(
             self._settings, self._config, self._overrides, batch=loader.total_batch_size, data=data, endless=endless
         )
+        self._in_step = plan.in_step
         return loader, {
             "config": plan.tables,
             "overrides": plan.keys,
@@ -253,8 +259,10 @@ class Accelerator(OfRanks):
         for model in self._models:
             if model not in self._trained:
                 model.to(run.device)
-        self._accelerate.be_rank(run.rank, self.local_process_index)
-        self.passes_over = run.steps_done > 0
+        self._accelerate.be_rank(run, self.local_process_index)
+        if run.steps_done:
+            self.passes_over = True
+            self._saved.go_on()
         batch, steps = loader.total_batch_size, self._settings.accumulation
         run.note(
             f"a step has {batch * steps} samples on any number of ranks: batch_size x gradient_accumulation_steps is "
@@ -279,15 +287,35 @@ class Accelerator(OfRanks):
     def around(self, batches: Iterator[Any], *, size: int) -> Iterator[Any]:
         """The batches, of `size` samples over all ranks, of a part of the training."""
         run = self.begun()
+        while (batch := self._next_of(batches, run)) is not None:
+            self.passes_over, self._given = False, run.steps_done + 1
+            self._losses.clear()
+            self._saved.settle(run, wait=True)
+            with self.counting(run.samples, size):
+                yield batch
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a loop over the DataLoader of an evaluation."""
+        self._evaluations += 1
         try:
-            for batch in batches:
-                self.passes_over, self._given = False, run.steps_done + 1
-                self._losses.clear()
-                self._saved.settle(run, wait=True)
-                with self.counting(run.samples, size):
-                    yield batch
+            yield
+        finally:
+            self._evaluations -= 1
+
+    def _next_of(self, batches: Iterator[Any], run: Training) -> Any:
+        """None behind the last. Raises what a loop over a run's batches raises, with what it means in a script."""
+        self._agree_on_save(run)
+        try:
+            return next(batches, None)
         except Stopped:
             self._saved.settle(run, wait=False)
+            raise
+        except UserCodeError as error:
+            if self.resumed_by_script and not self._has_trained:
+                raise UserCodeError(f"{error}. {SKIPS}") from error
+            if "step() was not called" in str(error):
+                raise UserCodeError(f"{error}. {BY_HAND}") from error
             raise
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -314,11 +342,17 @@ class Accelerator(OfRanks):
         """
         if unknown := [name for name in kwargs if name not in BACKWARD]:
             raise UserCodeError(f"backward({unknown[0]}=...): a run takes {', '.join(BACKWARD)}")
+        if self._evaluations:
+            raise UserCodeError(
+                "backward() was called in a loop over a DataLoader that is one of an evaluation: the training is over "
+                "the one that prepare() was given first. Or such a loop is still open, as by next(iter(loader))"
+            )
         run = self.begun()
         if kwargs.get("weight") is None and kwargs.get("reduction") is None:
-            kwargs["weight"] = self._losses.weight_of(loss)
+            kwargs["weight"] = self._losses.weight_of(loss, batches=self._settings.accumulation)
         # a mean over no labels is 0/0, and counts for nothing
         run.backward(torch.nan_to_num(loss) if kwargs.get("weight") == 0 else loss, **kwargs)
+        self._has_trained = True
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """As PyTorch's, of the gradient of the step; it has no effect before the step's last batch."""
@@ -331,116 +365,24 @@ class Accelerator(OfRanks):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: gradients are never scaled where a script sees them."""
 
+    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
+        """PyTorch's profiler around what is inside, as the handler says, and its trace of each rank."""
+        return self._accelerate.profile(profile_handler or self._settings.profile)
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The rest of the epoch at which a resumed run stands, which knows itself where that is."""
         if not isinstance(dataloader, TrainingLoader):
             raise UserCodeError("skip_first_batches() is for the DataLoader of the training, behind prepare()")
         return SkippedLoader(dataloader, num_batches)
 
-    # Models, and what is saved.
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model is spread over several devices."""
-        return self._accelerate.verify_device_map(model)
-
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model: nothing is wrapped around it. That inside of a compiled one, unless it is to be kept."""
-        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
-
-    def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, every rank has every parameter whole, which ZeRO-3 otherwise divides: to read, to export, to generate
-        with them, and for a moving average of them. Every rank enters it.
-        """
-        return nullcontext() if self.run is None else self.run.full_parameters()
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Copies of the model's whole weights. Every rank calls it."""
-        with self.full_parameters():
-            return self._accelerate.get_state_dict(model)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Writes the model's whole weights to a folder. Every rank calls it."""
-        if script_check(os.environ) is None:
-            with self.full_parameters():
-                self._accelerate.save_model(model, save_directory, max_shard_size, safe_serialization)
-            self.wait_for_everyone()  # nobody reads the folder before it is whole
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Writes an object to a file, on rank 0."""
-        if script_check(os.environ) is None and self.is_main_process:
-            self._accelerate.save(obj, f, safe_serialization)
-
-    def register_save_state_pre_hook(self, hook: Function) -> RemovableHandle:
-        """`hook(models, weights, folder)` is called before each `save_state`, on every rank."""
-        return self._before_save.add(hook)
-
-    def register_load_state_pre_hook(self, hook: Function) -> RemovableHandle:
-        """`hook(models, folder)` is called in `load_state`, behind the run's own resume."""
-        return self._before_load.add(hook)
-
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> None:
-        """Saves the run behind this step, for which the folder then stands. Every rank calls it, behind an update."""
-        if self.passes_over or script_check(os.environ) is not None:
-            return
-        run, given = self.begun(), self._given
-        if not given or run.update is None:
-            raise UserCodeError(
-                "save_state() was called in the middle of a step, of which a part would be lost: call it behind an "
-                "update, if accelerator.sync_gradients"
-            )
-        folder = self._saved.folder(output_dir)
-        if self._before_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            with run.full_parameters():
-                self._before_save.saving(self._models, folder)
-        run.save()
-        self._saved.begin(folder, given)
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Goes on from the run's newest checkpoint, for which the folder stands, or had a signal not stopped the run
-        behind it: before the first batch, behind `prepare`. The loop then begins with the rest of the open epoch.
-        """
-        with refusing():
-            folder = self._saved.to_load(input_dir)
-            self._require_unbegun("load_state")
-            go_back(folder)
-        run = self.begun(resume=True)
-        require_state_of(folder, run)
-        self.resumed_by_script, self.passes_over, self.is_over = True, False, False
-        if self._before_load:
-            with run.full_parameters():
-                self._before_load.loading(self._models, folder)
-
-    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
-        """Starts the trackers of `log_with`, on rank 0."""
-        if self.is_main_process and script_check(os.environ) is None:
-            self._accelerate.init_trackers(project_name, config, init_kwargs or {})
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """One of the trackers."""
-        return self._accelerate.get_tracker(name, unwrap)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """To the trackers, on rank 0; numbers are recorded in the run, too."""
-        if self.is_main_process and not self.passes_over:
-            self._accelerate.log(dict(values), step, log_kwargs or {})
-        if self.run is not None and self._given:
-            self.run.log({name: value for name, value in values.items() if isinstance(value, int | float)})
-
     def end_training(self) -> None:
         """Ends trackers and run: it is finished, whatever step it has come to."""
-        if self.is_main_process:
-            self._accelerate.end_training()
+        self._accelerate.finish_trackers()
         if self.run is not None:
             self.is_over = True
             self.run.end()
             self.run.close()
+            self._accelerate.be_alone()
             self._saved.settle(self.run, wait=False)
 
     def _close_at_exit(self) -> None:

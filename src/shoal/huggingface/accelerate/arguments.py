@@ -7,6 +7,7 @@ instead; so are the variables by which `accelerate launch` hands over the answer
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, ProfileKwargs, ProjectConfiguration
 
 from shoal.errors import UsageError
 from shoal.observe.sink import OPEN_END
@@ -68,8 +69,6 @@ HANDLERS_UNUSED = {
 HANDLERS_REFUSED = {
     "GradScalerKwargs": "set the keys of [precision]",
     "AutocastKwargs": "set precision.kind",
-    "ProfileKwargs": "shoal profile mine.py measures a step",
-    "DDPCommunicationHookConfig": "set [gradients] and its codec",
 }
 """Objects among `kwargs_handlers`."""
 VARIABLES_REFUSED = {
@@ -81,7 +80,6 @@ VARIABLES_REFUSED = {
 }
 """Variables of `accelerate launch`."""
 METHODS_REFUSED = {
-    "profile": "shoal profile mine.py measures a step",
     "lomo_backward": "its update is a part of the backward; use an optimizer that has a step()",
     "maybe_context_parallel": "layout.context needs shoal.train",
     "trigger_sync_in_backward": "the last microbatch of a step sums the gradient by itself; leave it out",
@@ -92,7 +90,6 @@ METHODS_REFUSED = {
     ),
     "pipeline_parallel_rank": "a loop of your own has no pipeline",
     "gradient_state": "ask sync_gradients, and the loop where an epoch ends",
-    "scaler": 'precision.kind = "float16" scales for all ranks',
 }
 """Methods and attributes that a run does not have, and what to do instead."""
 ANSWERS = {
@@ -102,6 +99,7 @@ ANSWERS = {
     "parallelism_config": None,
     "torch_device_mesh": None,
     "fp8_backend": None,
+    "scaler": None,
     "split_batches": True,
     "even_batches": True,
     "dispatch_batches": False,
@@ -109,7 +107,7 @@ ANSWERS = {
     "use_seedable_sampler": True,
     "use_stateful_dataloader": True,
 }
-"""Attributes that are the same in every run."""
+"""Attributes that are the same in every run. A script sees no scaled gradient, so it has no scaler."""
 BACKWARD = ("weight", "reduction", "more", "optimizer")
 """Keywords of `backward`: those of `Training.backward`."""
 
@@ -123,6 +121,7 @@ class Settings:
     cpu: bool
     steps_scheduler: bool
     project: ProjectConfiguration
+    profile: ProfileKwargs | None
     notes: Sequence[str]
 
     @property
@@ -141,7 +140,9 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
             raise UsageError(f"Accelerator({name}=...): {REFUSED.get(name, NOT_CARRIED)}")
     notes = [f"{name} is not used: {UNUSED[name]}" for name in given if name in UNUSED]
     notes += _loaders(given["dataloader_config"]) if "dataloader_config" in given else []
-    notes += [_handler(handler) for handler in given.get("kwargs_handlers", ())]
+    handlers = given.get("kwargs_handlers", ())
+    profile = next((each for each in handlers if isinstance(each, ProfileKwargs)), None)
+    notes += [_handler(each) for each in handlers if each is not profile]
     mixed = given.get("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     mixed = str(getattr(mixed, "value", mixed))
     if mixed not in PRECISIONS:
@@ -152,6 +153,7 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
         cpu=given.get("cpu", False),
         steps_scheduler=given.get("step_scheduler_with_optimizer", True),
         project=_project(given),
+        profile=profile,
         notes=notes,
     )
 
@@ -209,18 +211,26 @@ def _handler(handler: Any) -> str:
     name = type(handler).__name__
     if name not in HANDLERS_UNUSED:
         raise UsageError(f"{name} among kwargs_handlers: {HANDLERS_REFUSED.get(name, NOT_CARRIED)}")
+    if isinstance(handler, DistributedDataParallelKwargs) and str(handler.comm_hook) != "no":
+        raise UsageError(
+            f"DistributedDataParallelKwargs(comm_hook={str(handler.comm_hook)!r}): a codec is a key of the run: set "
+            'codec.kind = "cast" with codec.dtype, or codec.kind = "power_sgd"'
+        )
     return f"{name} is not used: {HANDLERS_UNUSED[name]}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is started with: its tables and the keys on top, and the samples of a step and of a whole batch."""
+    """What a run is started with: its tables and the keys on top, and the samples of a step and of a whole batch.
+    `in_step`: ranks make every step together.
+    """
 
     tables: dict[str, Any]
     keys: list[str]
     step_samples: int
     batch_samples: int
     steps: int
+    in_step: bool
 
 
 def plan_of(
@@ -247,6 +257,11 @@ def plan_of(
     if endless and steps is None:
         raise UsageError("the DataLoader's data set is an iterable, which has no epochs: set run.steps")
     ranks = ranks_of(tables, keys, file="shoal.huggingface.Accelerator", step=step, data=data)
+    if ranks > 1 and "accelerate.local_sgd" in sys.modules:
+        raise UsageError(
+            "accelerate.local_sgd.LocalSGD has each rank take steps of its own in a part of the training: leave it "
+            'out, and set sync.kind = "local" and sync.period'
+        )
     if batch % ranks:
         raise UsageError(
             f"the DataLoader has a batch_size of {batch}, which {ranks} ranks cannot share: make it a multiple of "
@@ -254,7 +269,8 @@ def plan_of(
             "run.processes"
         )
     tables["batch"] = {"micro_samples": batch // ranks, **tables.get("batch", {})}
-    return Plan(tables, keys, step, batch, steps or OPEN_END)
+    in_step = said.get("sync", {}).get("kind", "allreduce") == "allreduce"
+    return Plan(tables, keys, step, batch, steps or OPEN_END, in_step)
 
 
 def _tables(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -52,15 +52,15 @@ class _Loader:
 
 
 class TrainingLoader(_Loader):
-    """See above. `accumulation` batches make a step."""
+    """See above."""
 
-    def __init__(self, accelerator: Accelerator, loader: DataLoader, *, accumulation: int) -> None:
+    def __init__(self, accelerator: Accelerator, loader: DataLoader) -> None:
         super().__init__(accelerator, loader)
-        self._accumulation = accumulation
         self._epochs: Iterator[tuple[int, Iterator[Any]]] | None = None
         self._asked = 0  # epochs that the loop has asked for
         collate, self._masking = without_masking(loader.collate_fn)
         self.to_run = loader if self._masking is None else _collated(loader, collate)
+        self._kind: Callable[[Any], Any] | None = None  # of batches that are more than a dict
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -71,13 +71,16 @@ class TrainingLoader(_Loader):
         """
         if self.loader.batch_size is None:
             raise UsageError("the DataLoader has a batch_sampler of its own: give it a batch_size and a sampler")
-        require_repeatable(self.to_run.collate_fn, self.loader.dataset)
+        batch = require_repeatable(self.to_run.collate_fn, self.loader.dataset)
+        if isinstance(batch, Mapping) and hasattr(batch, "to"):  # a BatchEncoding of transformers
+            self._kind = type(batch)
         if not self.loader.drop_last or isinstance(self.loader.dataset, IterableDataset):
             return
-        if over := len(self) % self._accumulation:
+        batches = self._accelerator.gradient_accumulation_steps
+        if over := len(self) % batches:
             raise UsageError(
                 f"drop_last=True leaves {len(self)} batches in an epoch, which gradient_accumulation_steps = "
-                f"{self._accumulation} does not divide: the run would leave out {over} more. Take drop_last=False, or "
+                f"{batches} does not divide: the run would leave out {over} more. Take drop_last=False, or "
                 "a torch.utils.data.Subset of whole steps"
             )
 
@@ -97,7 +100,7 @@ class TrainingLoader(_Loader):
             return
         if skipped is not None:
             self._check_skipped(run, skipped)
-        yield from accelerator.around(self._masked(self._batches(run)), size=self.total_batch_size)
+        yield from accelerator.around(self._as_collated(self._batches(run)), size=self.total_batch_size)
 
     def _batches(self, run: Training) -> Iterator[Any]:
         if isinstance(self.loader.dataset, IterableDataset):
@@ -108,8 +111,11 @@ class TrainingLoader(_Loader):
             yield from batches
             return
 
-    def _masked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches if self._masking is None else map(self._masking, batches)
+    def _as_collated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """As the script's collator makes them: a run's are dicts, without masks."""
+        for become in (self._masking, self._kind):
+            batches = batches if become is None else map(become, batches)
+        return batches
 
     def _check_skipped(self, run: Training, skipped: int) -> None:
         if skipped and not run.steps_done:
@@ -182,7 +188,7 @@ class EvaluationLoader(_Loader):
         rows = [list(range(*each)) or [first * size] for first, each in enumerate(own)]
         collate, masking = without_masking(self.loader.collate_fn)
         loader = DataLoader(data, batch_sampler=rows, collate_fn=collate)
-        with run.evaluation():
+        with run.evaluation(), accelerator.evaluating():
             for (first, behind), batch in zip(own, loader, strict=True):
                 given = on_device(batch if masking is None else masking(batch, seed=first), run.device)
                 with accelerator.counting(behind - first, size):
@@ -252,11 +258,23 @@ def counted_rows(tree: Any, *, rows: int, size: int) -> Any:
     def counted(each: Any) -> Any:
         if isinstance(each, Tensor) and each.dim() == 0:
             return each.expand(rows)
-        if isinstance(each, Tensor | list) and (rows == 0 or len(each) == size):
+        if isinstance(each, Tensor | list) and (rows == 0 or _is_repeated(each, size)):
             return each[:rows]
         return each
 
     return counted(tree) if isinstance(tree, list) and not _has_tensors(tree) else tree_map(counted, tree)
+
+
+def once_repeated(tree: Any, *, rows: int, size: int) -> Any:
+    """`tree` with a loss that was repeated `size` times repeated for this rank's `rows` alone, or the copy of one."""
+    return tree_map(lambda each: each[: max(rows, 1)] if _is_repeated(each, size) else each, tree)
+
+
+def _is_repeated(each: Any, size: int) -> bool:
+    """Whether it is one number, repeated so many times."""
+    if not isinstance(each, Tensor) or each.dim() != 1 or len(each) != size:
+        return False
+    return bool((each == each[0]).all() or each.isnan().all())
 
 
 def _has_tensors(tree: Any) -> bool:

@@ -19,6 +19,7 @@ from shoal.huggingface.accelerate.data import (
     counted_rows,
     gathered,
     gathered_objects,
+    once_repeated,
     padded,
     part_of,
     reduced,
@@ -107,8 +108,12 @@ class OfRanks:
 
     def gather(self, tensor: Any) -> Any:
         """The tensors [rows, ...] of all ranks, one behind the other, and numbers as [ranks]; ranks may have other
-        numbers of rows.
+        numbers of rows. A loss that was repeated `batch_size` times counts as in `gather_for_metrics`, so that there is
+        one of it for each sample.
         """
+        if self._counted is not None and self.num_processes > 1:
+            rows, size = self._counted
+            tensor = once_repeated(tensor, rows=rows, size=size)
         return gathered(tensor, self.run)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -1,46 +1,29 @@
-"""What an `Accelerator` does beside its loop: schedulers that follow the updates, losses of transformers' models, the
-type that models compute in, and the folders of `save_state`.
-
-A folder of `save_state` has no weights. It says which step of which run it stands for; the checkpoint is the run's own,
-with the position in the data and all that a resume needs (`shoal.checkpoint`).
+"""What an `Accelerator` does beside its loop: schedulers that follow the updates, losses of transformers' models, and
+the type that models compute in.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from math import isclose
 from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from shoal.assembly.finished_run import is_finished
-from shoal.checkpoint.commit import Pointer, findings, point_latest, read_manifest, retain
-from shoal.checkpoint.objects import Disk, Places
-from shoal.errors import UsageError, UserCodeError
+from shoal.errors import UserCodeError
 from shoal.huggingface.labels import innermost, label_count, shifts_labels
-from shoal.launcher.environment import ALONE, place_from
-from shoal.launcher.lock import RunLock
-from shoal.launcher.own_script import script_check
+from shoal.own_loop.losses import factor_of
 
 if TYPE_CHECKING:
-    from accelerate.utils import ProjectConfiguration
-
     from shoal.huggingface.accelerate.accelerator import Accelerator
     from shoal.own_loop.loop import Training
-
-MARK = "shoal.json"
-"""The file that makes a folder one of `save_state`."""
 
 
 class StepScheduler:
@@ -73,7 +56,7 @@ class ModelLosses:
     """
 
     def __init__(self) -> None:
-        self._own: list[tuple[Tensor, float]] = []
+        self._own: list[tuple[Tensor, float]] = []  # not of a loss that has no gradient
 
     def watch(self, model: nn.Module) -> None:
         """From now on. A copy of the model takes the hook along."""
@@ -84,8 +67,15 @@ class ModelLosses:
 
         def returned(module: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
             loss = getattr(output, "loss", None)
-            if isinstance(loss, Tensor) and inputs.get("labels") is not None and torch.is_grad_enabled():
-                own.append((loss, label_count(inputs, module, shifted=shifted)))
+            if not isinstance(loss, Tensor) or inputs.get("labels") is None or loss.grad_fn is None:
+                return
+            if inputs.get("num_items_in_batch") is not None:
+                raise UserCodeError(
+                    "the model was given num_items_in_batch, by which it divides a sum over labels: a run weighs each "
+                    "batch by its labels itself. Leave it out, and with it the factors that undo means over batches "
+                    "and ranks (gradient_accumulation_steps, num_processes)"
+                )
+            own.append((loss, label_count(inputs, module, shifted=shifted)))
 
         model.register_forward_hook(returned, with_kwargs=True)
 
@@ -93,9 +83,15 @@ class ModelLosses:
         """Another batch begins."""
         self._own.clear()
 
-    def weight_of(self, loss: Tensor) -> float | None:
-        """What `loss` is a mean over; None where no model has returned it."""
-        return next((count for own, count in self._own if own is loss), None)
+    def weight_of(self, loss: Tensor, *, batches: int) -> float | None:
+        """What `loss` is a mean over; None where no model has returned it, as it is or to be divided by the `batches`
+        of a step.
+        """
+        for own, count in self._own:
+            factor = factor_of(loss, own.grad_fn)
+            if factor is not None and any(isclose(factor, 1 / each, rel_tol=1e-6) for each in (1, batches)):
+                return count
+        return None
 
 
 def compute_in(model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -123,10 +119,33 @@ def _in_float32(each: Any) -> Any:
 class Beside(accelerate.Accelerator):
     """Accelerate's own, which connects nothing: it writes models, and has the trackers."""
 
-    def be_rank(self, rank: int, local_rank: int) -> None:
+    def be_place(self, rank: int, local_rank: int) -> None:
         """Says which rank this is to `get_logger` and to trackers, which look there."""
+        self._say(process_index=rank, local_process_index=local_rank)
+
+    def be_rank(self, run: Training, local_rank: int) -> None:
+        """Says which rank of how many this is: `accelerate.utils` and `accelerator.state` answer for the run."""
+        self.be_place(run.rank, local_rank)
+        self._say(device=run.device, num_processes=run.world_size)
+        if run.world_size > 1:
+            on_cpu = run.device.type == "cpu"
+            kind = DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+            self._say(distributed_type=kind, backend=dist.get_backend())
+
+    def be_alone(self) -> None:
+        """The run is over: there are no others to exchange anything with."""
+        self._say(num_processes=1, distributed_type=DistributedType.NO)
+
+    def _say(self, **known: Any) -> None:
         for state in (accelerate.PartialState(), self.state):
-            vars(state).update(process_index=rank, local_process_index=local_rank)
+            vars(state).update(known)
+
+    def finish_trackers(self) -> None:
+        """Ends the trackers, of which only rank 0 has any. Nothing else of `end_training`, which takes down process
+        groups.
+        """
+        while self.trackers:
+            self.trackers.pop().finish()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Copies in memory of their own, of which tied weights share one."""
@@ -134,150 +153,3 @@ class Beside(accelerate.Accelerator):
         for value in state.values():
             copies.setdefault((value.data_ptr(), value.shape), value.detach().clone())
         return {name: copies[value.data_ptr(), value.shape] for name, value in state.items()}
-
-
-class Hooks:
-    """Functions of the script that are called with the models and a folder, before each save or load."""
-
-    def __init__(self) -> None:
-        self._each: OrderedDict[int, Callable[..., None]] = OrderedDict()
-
-    def add(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Returns what removes it."""
-        handle = RemovableHandle(self._each)
-        self._each[handle.id] = hook
-        return handle
-
-    def __bool__(self) -> bool:
-        return bool(self._each)
-
-    def saving(self, models: Sequence[nn.Module], folder: Path) -> None:
-        """Calls them with the models' weights, which they may take out of the list."""
-        for hook in self._each.values():
-            hook([*models], [model.state_dict() for model in models], str(folder))
-
-    def loading(self, models: Sequence[nn.Module], folder: Path) -> None:
-        """Calls them with models into which they may load."""
-        for hook in self._each.values():
-            hook([*models], str(folder))
-
-
-class Saved:
-    """The folders of `save_state`, named by the script or, if `project` says so, by their number."""
-
-    def __init__(self, project: ProjectConfiguration) -> None:
-        self._project = project
-        self._pending: list[tuple[Path, int]] = []
-
-    def folder(self, named: str | os.PathLike[str] | None) -> Path:
-        """Where the next one comes. Raises `UsageError` where nobody has named it."""
-        project = self._project
-        if not project.automatic_checkpoint_naming:
-            if named is None:
-                raise UsageError(
-                    "save_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-                )
-            return Path(named)
-        number, project.iteration = project.iteration, project.iteration + 1
-        return self._numbered() / f"checkpoint_{number}"
-
-    def begin(self, folder: Path, step: int) -> None:
-        """The checkpoint of that step is asked for, for which the folder is to stand."""
-        self._pending.append((folder, step))
-
-    def settle(self, run: Training, *, wait: bool) -> None:
-        """Marks the folders whose checkpoints are whole, and deletes what is more than `total_limit`; on rank 0. All
-        ranks `wait` for them before the script goes on, so that none is behind the run's newest.
-        """
-        if not self._pending:
-            return
-        if wait:
-            run.wait_for_save()
-        pending, self._pending = self._pending, []
-        if run.rank != 0:
-            return
-        whole = Places(run.directory).steps()
-        for folder, step in pending:
-            if step in whole:
-                mark(folder, run, step)
-        limit = self._project.total_limit
-        if self._project.automatic_checkpoint_naming and limit is not None:
-            for old in self._there()[:-limit]:
-                shutil.rmtree(old)
-
-    def to_load(self, named: str | os.PathLike[str] | None) -> Path:
-        """The folder that `load_state` names; None: the newest. Raises `UsageError` where it is none of a run's."""
-        there = [each for each in self._there() if (each / MARK).is_file()]
-        if named is None and not there:
-            raise UsageError(f"load_state() finds no checkpoint in {self._numbered()}: say which folder")
-        folder = there[-1] if named is None else Path(named)
-        if not (folder / MARK).is_file():
-            raise UsageError(
-                f"{folder} does not stand for a checkpoint of a run of Shoal: it is none of its save_state, or the run "
-                "was cut off before the checkpoint was whole. To begin with weights that accelerate has saved, load "
-                "them into the model, and leave load_state out"
-            )
-        return folder
-
-    def _numbered(self) -> Path:
-        return Path(self._project.project_dir or ".") / "checkpoints"
-
-    def _there(self) -> list[Path]:
-        found = [each for each in self._numbered().glob("checkpoint_*") if re.fullmatch(r"\w+_\d+", each.name)]
-        return sorted(found, key=lambda each: int(each.name.rpartition("_")[2]))
-
-
-def mark(folder: Path, run: Training, step: int) -> None:
-    """Writes which step of which run the folder stands for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"directory": str(run.directory.resolve()), "step": step})
-    written = folder / f".{MARK}"
-    written.write_text(text, encoding="utf-8")
-    written.replace(folder / MARK)
-
-
-def go_back(folder: Path) -> None:
-    """Deletes what a stop by a signal has saved behind the step that `folder` stands for: the script counts from there,
-    and trains the steps between once more. Before the run begins; rank 0 does it.
-
-    Nothing is deleted of a run that is finished, or where another folder stands for a later step.
-    """
-    place = place_from(os.environ) or ALONE
-    if place.rank != 0 or script_check(os.environ) is not None:
-        return
-    said = _marked(folder)
-    directory, step = Path(said["directory"]), said["step"]
-    places = Places(directory)
-    steps = places.steps()
-    later = {each for each in steps if each > step}
-    others = [_marked(mark.parent) for mark in folder.resolve().parent.glob(f"*/{MARK}")]
-    named = {each["step"] for each in others if each["directory"] == said["directory"]}
-    if step not in steps or not later or later & named or is_finished(directory):
-        return
-    with nullcontext() if place.launcher == "shoal" else RunLock(directory):
-        manifest = read_manifest(places.step(step))
-        if not any(findings(manifest, directory)):
-            retain(places, step, keep=len(steps), disk=Disk())
-            point_latest(Pointer(step, manifest.hash), places, disk=Disk())
-
-
-def _marked(folder: Path) -> dict[str, Any]:
-    """Which step of which run the folder stands for."""
-    return json.loads((folder / MARK).read_text(encoding="utf-8"))
-
-
-def require_state_of(folder: Path, run: Training) -> None:
-    """Raises `UserCodeError` where the run does not stand at the step that `folder` stands for."""
-    said = _marked(folder)
-    if said["directory"] != str(run.directory.resolve()):
-        raise UserCodeError(
-            f"{folder} is a checkpoint of the run in {said['directory']}, and this one is in {run.directory}"
-        )
-    if said["step"] == run.steps_done:
-        return
-    there = ", ".join(map(str, Places(run.directory).steps()))
-    raise UserCodeError(
-        f"{folder} stands for step {said['step']}, and the run for step {run.steps_done}, that of its newest whole "
-        f"checkpoint (there are those of {there or 'no step'}): load_state goes on from the newest. "
-        "Leave it out, and the same command goes on there"
-    )
