@@ -95,6 +95,15 @@ def test_a_file_without_a_known_machine_is_whole_by_itself(tmp_path: Path) -> No
     assert cluster.devices == 8
 
 
+def test_one_node_needs_no_link_to_others() -> None:
+    """Nothing leaves it; several nodes need one."""
+    alone = {name: table for name, table in WHOLE.items() if name != "scale_out"}
+    found = cluster_from({**alone, "cluster": {**WHOLE["cluster"], "nodes": 1}}, file="c.toml")
+    assert found.machine.scale_out == found.machine.scale_up
+    with pytest.raises(ConfigError, match=r"\[scale_out\] is missing"):
+        cluster_from(alone, file="c.toml")
+
+
 def _changed(table: str, **keys: Any) -> dict[str, Any]:
     return {**WHOLE, table: {**WHOLE[table], **keys}}
 

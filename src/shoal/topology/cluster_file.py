@@ -102,7 +102,8 @@ def _filled(data: Mapping[str, Any], machine: Machine | None, device: Device | N
 
 
 def _assembled(tables: ClusterFile, known: Machine | None, file: str) -> Cluster:
-    for name, table in (("device", tables.device), ("scale_up", tables.scale_up), ("scale_out", tables.scale_out)):
+    outside = tables.scale_up if tables.scale_out is None and tables.cluster.nodes == 1 else tables.scale_out
+    for name, table in (("device", tables.device), ("scale_up", tables.scale_up), ("scale_out", outside)):
         if table is None:
             raise ConfigError(
                 f"{file}: [{name}] is missing, and cluster.machine names no known machine: give the table, or one of "
@@ -116,13 +117,13 @@ def _assembled(tables: ClusterFile, known: Machine | None, file: str) -> Cluster
     name = head.name or (known.name if known else "cluster")
     assert tables.device is not None
     assert tables.scale_up is not None
-    assert tables.scale_out is not None
+    assert outside is not None
     machine = Machine(
         name=known.name if known else name,
         devices=per_node,
         device=tables.device,
         scale_up=tables.scale_up,
-        scale_out=tables.scale_out,
+        scale_out=outside,
         start_us=start_us,
         source=known.source if known else file,
     )
@@ -147,8 +148,9 @@ machine = "dgx-h100"
 ```
 
 Every key that is written besides wins over the known machine's; a file without `machine` gives `[device]`,
-`[scale_up]`, `[scale_out]` and `cluster.devices_per_node` itself. Rates are those of data sheets, in the units of data
-sheets; a number that no machine has (a 3 TB GPU, 0 GB/s) is refused, because it is a slip of the unit.
+`[scale_up]`, `[scale_out]` where there are several nodes, and `cluster.devices_per_node` itself. Rates are those of
+data sheets, in the units of data sheets; a number that no machine has (a 3 TB GPU, 0 GB/s) is refused, because it is a
+slip of the unit.
 """
 
 
