@@ -35,4 +35,4 @@ def test_the_lower_floors_know_no_process_groups(room: str) -> None:
 
 def test_the_search_finds_an_import() -> None:
     """The check has teeth: it sees the import in a room that may have it."""
-    assert any(name.startswith("torch.distributed") for name in imports_of(SOURCE / "comm" / "mesh.py"))
+    assert any(name.startswith("torch.distributed") for name in imports_of(SOURCE / "comm" / "collective.py"))

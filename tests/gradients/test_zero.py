@@ -61,7 +61,7 @@ FAULTS = [
     (1, Fault("reduce_scatter", 2, "drop")),  # a bucket that keeps this rank's own terms
     (2, Fault("reduce_scatter", 2, "drop")),
     (1, Fault("all_gather", 1, "drop")),  # pieces of the step before
-    (3, Fault("all_gather", 6, "drop")),
+    (3, Fault("all_gather", 7, "drop")),
     (2, Fault("all_reduce", 1, "drop")),  # a norm, or a sum over the other replica
     (3, Fault("reduce_scatter", 1, "corrupt")),
 ]

@@ -23,10 +23,11 @@ def accumulation_overwritten(rank: int) -> Iterator[None]:
 
     original = Reducer._take
 
-    def forgetful(self: Any, index: int, parameter: Any, bucket: Any) -> None:
-        if rank and parameter.grad is not None and index in self._filled:
-            bucket.slice(index).zero_()
-        original(self, index, parameter, bucket)
+    def forgetful(self: Any, indices: Any) -> None:
+        for index in indices:
+            if rank and self._all[index].grad is not None and index in self._filled:
+                self._home[index].slice(index).zero_()
+        original(self, indices)
 
     with patch.object(Reducer, "_take", forgetful):
         yield

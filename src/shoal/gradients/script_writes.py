@@ -131,16 +131,15 @@ class WrittenAlike:
         self._readings += 1
         if self._ranks.size == 1 or not (always or compared(self._readings)):
             return
-        names = [each.name for each in placed]
-        device = placed[0].place.device
-        if self._differing([fingerprint({each.name: each.place for each in placed})], device) is None:
+        own = [fingerprint({"": each.place}) for each in placed]
+        differing = self._differing(own, placed[0].place.device)
+        if differing is None:
             return
-        differing = self._differing([fingerprint({"": each.place}) for each in placed], device)
-        assert differing is not None, "the fingerprint of all has shown it"
         number, rank = differing
         raise UserCodeError(
-            f"{names[number]} was written by the script or by a forward, and not alike on the {self._ranks.size} ranks "
-            f"that have pieces of it: the first and number {rank} have other numbers. Write the same on every rank. "
+            f"{placed[number].name} was written by the script or by a forward, and not alike on the "
+            f"{self._ranks.size} ranks that have pieces of it: the first and number {rank} have other numbers. Write "
+            "the same on every rank. "
             "What follows from samples, such as the first scales of an ActNorm or codes found by k-means, is to be "
             "there before shoal.start: call the model on a batch there"
         )

@@ -14,6 +14,7 @@ EXTRAS = {
     "vision": "scikit-learn",
     "data": "pyarrow",
     "huggingface": "transformers",
+    "lightning": "lightning",
     "kafka": "confluent-kafka",
     "float8": "torchao",
     "mpi": "mpi4py",
