@@ -79,6 +79,7 @@ check: $(ALL)
 
 reference: $(READY)
 	$(BIN)/python -m shoal.runfile.load docs/reference/run-file.md
+	$(BIN)/python -m shoal.runfile.combinations docs/reference/combinations.md
 
 docs: $(READY)
 	$(INSTALL) -q -e '.[docs]'

@@ -112,4 +112,4 @@ def test_pipedream_has_no_gradient_to_measure() -> None:
     run_file = run_file_of(Path(), **{"observe": {"layer_norms_every_steps": 5}, **tables})
     sentence = layer_norms_refusal(run_file)
     assert sentence is not None
-    assert "pipeline.schedule = 'PipeDream'" in sentence
+    assert 'pipeline.schedule = "PipeDream"' in sentence

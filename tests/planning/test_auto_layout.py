@@ -88,7 +88,7 @@ def test_the_rules_leave_the_planner_its_freedom(tmp_path: Path) -> None:
     assert with_layout(sharded, None).run_file.layout.shard == 2
     for tables, words in (
         ({"layout": {"tensor": 4, "tensor_grid": [2, 2]}}, "layout.tensor_grid"),
-        ({"pipeline": {"schedule": "PipeDream"}}, "'PipeDream'"),
+        ({"pipeline": {"schedule": "PipeDream"}}, '"PipeDream"'),
     ):
         sentence = refusal(_auto(tmp_path, 4, **tables))
         assert sentence is not None

@@ -6,23 +6,12 @@ from collections.abc import Iterator
 
 from shoal.data.config import DataConfig, Mixture, StdlibText, TextFiles
 from shoal.data.record_config import Records, Stream
-from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.config import GPTConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
+from shoal.runfile import facts
+from shoal.runfile.facts import Fact
+from shoal.runfile.rule import Rule, against, in_order, only
 from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
-
-
-def batch_refusal(run_file: RunFile) -> str | None:
-    """One sentence if ranks cannot share out the samples of a step, or the data is not what the model reads."""
-    rules = (
-        _shares_rule,
-        _groups_rule,
-        _epoch_end_rule,
-        _batch_schedule_rule,
-        _vocabulary_rule,
-        _packing_rule,
-        _weights_rule,
-    )
-    return next((found for rule in rules if (found := rule(run_file)) is not None), None)
 
 
 def _shares_rule(run_file: RunFile) -> str | None:
@@ -53,27 +42,38 @@ def _groups_rule(run_file: RunFile) -> str | None:
     return None
 
 
-def _epoch_end_rule(run_file: RunFile) -> str | None:
-    end, written = run_file.batch.epoch_end, f'batch.epoch_end = "{run_file.batch.epoch_end}"'
-    if end == "straddle":
+def _no_epoch(run_file: RunFile) -> str | None:
+    if run_file.batch.epoch_end == "straddle" or not isinstance(run_file.data, Mixture | Stream):
         return None
-    if isinstance(run_file.data, Mixture | Stream):
-        return f"{written}: a mixture or a stream has no epoch; leave it out"
-    if end == "short" and (run_file.pipeline.asynchronous or run_file.sync.in_canonical_order):
-        return (
-            f'{written} with pipeline.schedule = "PipeDream" or sync.order = "canonical": every step has the same '
-            'microbatches there; set it to "drop" or "straddle"'
-        )
-    return None
+    return f'batch.epoch_end = "{run_file.batch.epoch_end}": a mixture or a stream has no epoch; leave it out'
 
 
-def _batch_schedule_rule(run_file: RunFile) -> str | None:
+def _same_microbatches(run_file: RunFile) -> bool:
+    return run_file.pipeline.asynchronous or run_file.sync.in_canonical_order
+
+
+_SHORT_STEPS = against(
+    facts.equal("batch.epoch_end", "short"),
+    Rule(
+        Fact('pipeline.schedule = "PipeDream" or sync.order = "canonical"', _same_microbatches),
+        "every step has the same microbatches there",
+        'set it to "drop" or "straddle"',
+    ),
+)
+
+
+def _sizes(run_file: RunFile) -> str | None:
+    if not run_file.batch.smaller_sizes:
+        return None
+    return "batch.schedule" if run_file.batch.adaptive is None else "batch.adaptive"
+
+
+def _phases_rule(run_file: RunFile) -> str | None:
     """Every rank has samples in every phase, and where replicas are split, as many as the others."""
     batch, layout, group = run_file.batch, run_file.layout, statistics_group(run_file.model)
-    if not batch.smaller_sizes:
+    key, shares = _sizes(run_file), run_file.batch_shares
+    if key is None:
         return None
-    key = "batch.schedule" if batch.adaptive is None else "batch.adaptive"
-    shares = run_file.batch_shares
     split = layout.pipeline * layout.context * layout.tensor * layout.shard > 1 or synchronises_norms(run_file.model)
     for samples in batch.smaller_sizes:
         if samples < shares * group or samples % group:
@@ -83,34 +83,34 @@ def _batch_schedule_rule(run_file: RunFile) -> str | None:
             )
     sizes = [batch.global_samples, *batch.smaller_sizes]
     odd = next((size for size in sizes if split and size % (shares * group)), None)
-    if odd is not None:
-        return (
-            f"{key} with steps of {odd} samples over {shares} shares of a split model: ranks must have as "
-            f"many as one another; use multiples of {shares * group} for global_samples and every phase"
-        )
-    found = next(_against_batch_schedule(run_file), None)
-    return None if found is None else f"{key} with {found[0]}: {found[1]}"
+    if odd is None:
+        return None
+    return (
+        f"{key} with steps of {odd} samples over {shares} shares of a split model: ranks must have as "
+        f"many as one another; use multiples of {shares * group} for global_samples and every phase"
+    )
 
 
-def _against_batch_schedule(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    sync = run_file.sync
-    if sync.replicas_are != "lockstep":
-        yield f'sync.kind = "{sync.variant}"', 'replicas count steps by themselves; set it to "allreduce"'
-    if sync.in_canonical_order:
-        yield 'sync.order = "canonical"', "every step has the same logical shards; leave one of the two out"
-    if run_file.pipeline.asynchronous:
-        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "every step has the same microbatches; use 1F1B"
-    if run_file.elastic is not None:
-        yield "[elastic]", "replicas are compared by steps of one size; leave one of the two out"
-    if run_file.batch.division == "by_speed":
-        yield 'batch.division = "by_speed"', "speeds are measured on steps of one size; leave one of the two out"
-    if run_file.batch.adaptive is not None and not run_file.observe.noise_every_steps:
-        yield "observe.noise_every_steps = 0", "the noise decides; set it to 5, say"
-    if run_file.batch.adaptive is not None and isinstance(run_file.data, Stream):
-        yield 'data.kind = "stream"', "a feed of several sizes is opened again; use batch.schedule"
-    if run_file.federated is not None or run_file.privacy is not None:
-        yield "[federated] or [privacy]", "clients and accountants count steps of one size; leave one of the two out"
+def _of_clients(run_file: RunFile) -> bool:
+    return run_file.federated is not None or run_file.privacy is not None
+
+
+_ONE_OF_TWO = "leave one of the two out"
+
+_SCHEDULES = against(
+    Fact("batch.schedule or batch.adaptive", _sizes),
+    Rule(facts.NOT_LOCKSTEP, "replicas count steps by themselves", 'set it to "allreduce"'),
+    Rule(facts.CANONICAL, "every step has the same logical shards", _ONE_OF_TWO),
+    Rule(facts.PIPEDREAM, "every step has the same microbatches", "use 1F1B"),
+    Rule(facts.ELASTIC, "replicas are compared by steps of one size", _ONE_OF_TWO),
+    Rule(facts.BY_SPEED, "speeds are measured on steps of one size", _ONE_OF_TWO),
+    *only(
+        Fact("batch.adaptive", lambda run_file: run_file.batch.adaptive is not None),
+        Rule(facts.equal("observe.noise_every_steps", 0), "the noise decides", "set it to 5, say"),
+        Rule(facts.kinds("data", "stream"), "a feed of several sizes is opened again", "use batch.schedule"),
+    ),
+    Rule(Fact("[federated] or [privacy]", _of_clients), "clients and accountants count steps of one size", _ONE_OF_TWO),
+)
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
@@ -130,32 +130,46 @@ def _reads_bytes(data: DataConfig) -> bool:
     return isinstance(data, StdlibText)
 
 
-def _packing_rule(run_file: RunFile) -> str | None:
-    model = run_file.model
-    limited = isinstance(model, MoEConfig) and model.capacity_factor is not None
-    for key, data in _tables_of_data(run_file.data):
-        if getattr(data, "packing", None) == "documents" and limited:
-            return (
-                f'{key}.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a '
-                "sequence, and positions that restart do not say which are first; leave capacity_factor out, or pack "
-                "otherwise"
-            )
-    return None
-
-
-def _weights_rule(run_file: RunFile) -> str | None:
-    denominator = run_file.batch.denominator
-    for key, data in _tables_of_data(run_file.data):
-        if getattr(data, "loss_weights", None) is not None and denominator in ("samples", "tokens"):
-            return (
-                f'{key}.loss_weights with batch.denominator = "{denominator}", which passes weights over: leave one of '
-                "the two out"
-            )
-    return None
-
-
 def _tables_of_data(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
     """`[data]` and, of a mixture, the tables of its sources, each with its key."""
     yield "data", data
     if isinstance(data, Mixture):
         yield from ((f"data.sources.{name}", source) for name, source in data.sources.items())
+
+
+def _packed(run_file: RunFile) -> str | None:
+    packed = (key for key, data in _tables_of_data(run_file.data) if getattr(data, "packing", None) == "documents")
+    return next((f'{key}.packing = "documents"' for key in packed), None)
+
+
+def _weighted(run_file: RunFile) -> str | None:
+    tables = _tables_of_data(run_file.data)
+    weighted = (key for key, data in tables if getattr(data, "loss_weights", None) is not None)
+    return next((f"{key}.loss_weights" for key in weighted), None)
+
+
+def _limited(run_file: RunFile) -> bool:
+    return getattr(run_file.model, "capacity_factor", None) is not None
+
+
+batch_refusal = in_order(
+    _shares_rule,
+    _groups_rule,
+    _no_epoch,
+    _SHORT_STEPS,
+    _phases_rule,
+    _SCHEDULES,
+    _vocabulary_rule,
+    against(
+        Fact('data.packing = "documents"', _packed),
+        Rule(
+            Fact("model.capacity_factor", _limited),
+            "an expert takes the first tokens of a sequence, and positions that restart do not say which are first",
+            "leave capacity_factor out, or pack otherwise",
+        ),
+    ),
+    against(
+        Fact("data.loss_weights", _weighted),
+        Rule(facts.equal("batch.denominator", "samples", "tokens"), ", which passes weights over", _ONE_OF_TWO),
+    ),
+)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace as replace_table
 
-from shoal.codec.config import NoCodec
 from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
-from shoal.engine.config import Float32, Float64
 from shoal.errors import ConfigError, UsageError
-from shoal.federated.config import DeviceConfig, FederatedClient, FederatedConfig, Iid
+from shoal.federated.config import DeviceConfig, FederatedClient, Iid
 from shoal.memory.config import OffloadConfig
-from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.config import GPTConfig
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import SGD
+from shoal.runfile import facts
+from shoal.runfile.facts import Fact
+from shoal.runfile.rule import Rule, against, in_order
 from shoal.runfile.run_file import RunFile
 
 ORDERING = ("augment", "stratify", "shuffle_window", "subset", "weights", "group_by_length")
@@ -28,13 +27,6 @@ OF_ONE_WIDTH = (
 )
 
 NO_TABLE = 'the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"'
-
-
-def federated_refusal(run_file: RunFile) -> str | None:
-    """One sentence if clients cannot train this run; None where they can, or without `[federated]`."""
-    if run_file.federated is None:
-        return _without_it(run_file)
-    return next(_refusals(run_file, run_file.federated), None)
 
 
 def without_clients(run_file: RunFile) -> RunFile:
@@ -70,27 +62,32 @@ def require_client(run_file: RunFile, client: FederatedClient, started: int = 1)
         raise ConfigError(refused)
 
 
+_LOCAL_STEPS = "they take each local step as one process does"
+
+# The ranks of a client train as one process does.
+_REPLICAS = against(
+    Fact("a federated client of several ranks", lambda _: True),
+    Rule(facts.kind_other_than("sync", "allreduce"), _LOCAL_STEPS),
+    Rule(facts.ELASTIC, _LOCAL_STEPS),
+    Rule(facts.PIPEDREAM, _LOCAL_STEPS),
+    Rule(facts.PRIORITY, _LOCAL_STEPS),
+    Rule(Fact("[memory.offload]", lambda run_file: run_file.memory.offload != OffloadConfig()), _LOCAL_STEPS),
+    Rule(
+        facts.equal("privacy.unit", "sample"),
+        "gradients of single samples are taken in one process",
+        'set run.processes = 1, or privacy.unit = "client"',
+    ),
+    repair="leave it out",
+    found_first=True,
+)
+
+
 def _replica_refusal(run_file: RunFile, started: int) -> str | None:
     """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
-    if not is_replica(run_file, started):
-        what = "layout.auto = true with a federated client of one process: there is nothing to split"
-        return f"{what}; set run.processes, or leave it out" if run_file.layout.auto else None
-    unlike = {
-        f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
-        "[elastic]": run_file.elastic is not None,
-        f'pipeline.schedule = "{run_file.pipeline.schedule}"': run_file.pipeline.asynchronous,
-        'gradients.schedule = "priority"': run_file.gradients.schedule == "priority",
-        "[memory.offload]": run_file.memory.offload != OffloadConfig(),
-    }
-    if (found := next((key for key, given in unlike.items() if given), None)) is not None:
-        why = "they take each local step as one process does"
-        return f"{found} with a federated client of several ranks: {why}; leave it out"
-    if run_file.privacy is not None and run_file.privacy.unit == "sample":
-        return (
-            'privacy.unit = "sample" with a federated client of several ranks: gradients of single samples are taken '
-            'in one process; set run.processes = 1, or privacy.unit = "client"'
-        )
-    return None
+    if is_replica(run_file, started):
+        return _REPLICAS(run_file)
+    what = "layout.auto = true with a federated client of one process: there is nothing to split"
+    return f"{what}; set run.processes, or leave it out" if run_file.layout.auto else None
 
 
 def _without_it(run_file: RunFile) -> str | None:
@@ -101,88 +98,140 @@ def _without_it(run_file: RunFile) -> str | None:
         "privacy": run_file.privacy is not None,
     }
     found = next((name for name, given in tables.items() if given), None)
-    return (
-        None
-        if found is None
-        else f"[{found}] without [federated]: only clients have use for it; add that, or leave it out"
-    )
+    if found is None or run_file.federated is not None:
+        return None
+    return f"[{found}] without [federated]: only clients have use for it; add that, or leave it out"
 
 
-def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
-    kind = federated.variant
-    if not isinstance(run_file.optimizer, SGD):
-        yield (
-            f'optimizer.kind = "{run_file.optimizer.variant}" with [federated]: clients keep no moments between '
-            'rounds; use "sgd" for their steps, and federated.kind = "fedopt" for Adam at the server'
-        )
-    elif changed := [key for key, usual in OF_STEPS.items() if getattr(run_file.optimizer, key) != usual]:
-        yield f"optimizer.{changed[0]} with [federated]: clients take plain steps of SGD; leave it out"
-    if run_file.run.warm_start_data:
-        yield "run.warm_start_data with [federated]: clients take their samples in their own order; leave it out"
-    if (scaling := getattr(run_file.model, "scaling", "standard")) != "standard":
-        yield f'model.scaling = "{scaling}" with [federated]: clients step at one rate; leave it out'
-    if not isinstance(run_file.precision, Float32 | Float64):
-        precision = run_file.precision.variant
-        yield f'precision.kind = "{precision}" with [federated]: updates are float32 or float64; use one'
-    if getattr(run_file.model, "dropout", 0.0):
-        yield "model.dropout with [federated]: its masks belong to positions of one run; set it to 0"
-    if isinstance(run_file.model, MoEConfig):
-        yield 'model.kind = "moe" with [federated]: its routers count the tokens of one run; use "gpt"'
-    for name in ("sparsity", "freeze", "adapter", "distillation"):
-        if getattr(run_file, name) is not None:
-            yield f"[{name}] with [federated]: clients train all weights, on their targets; leave one out"
-    if len(federated.all_widths) > 1 and isinstance(run_file.model, GPTConfig | MoEConfig | TransformersConfig):
-        yield f'federated.kind = "{kind}" with model.kind = "{run_file.model.variant}": {OF_ONE_WIDTH}'
-    if federated.asynchronous and federated.sampling != "uniform":
-        yield f'federated.sampling = "{federated.sampling}" with kind = "{kind}": it draws no cohorts; leave it out'
-    data = run_file.data
-    if isinstance(data, Mixture | Stream):
-        yield f'data.kind = "{data.variant}" with [federated]: clients divide the samples of one source; name one'
-    elif (name := next((key for key in ORDERING if getattr(data, key)), None)) is not None:
-        yield f"data.{name} with [federated]: clients read their samples as they are, in their own order; leave it out"
-    if federated.asynchronous and (run_file.secure_aggregation is not None or run_file.privacy is not None):
-        what = "secure_aggregation" if run_file.secure_aggregation is not None else "privacy"
-        yield f'[{what}] with federated.kind = "{kind}": it needs rounds, in which a known cohort sends; use "fedavg"'
-    if federated.ditto is not None and run_file.privacy is not None and run_file.privacy.unit == "sample":
-        yield 'federated.ditto with privacy.unit = "sample": a model that never leaves needs no noise; leave one out'
-    codec = run_file.codec
-    if codec.codes_matrices or codec.of_all_ranks:
-        yield f'codec.kind = "{codec.variant}" with [federated]: a client sends alone; use "blockwise" or "top_k"'
-    if not isinstance(codec, NoCodec) and run_file.secure_aggregation is not None:
-        yield f'codec.kind = "{codec.variant}" with [secure_aggregation]: masks hide plain numbers alone; leave it out'
-    yield from _hidden(run_file, federated)
+def _of_steps(run_file: RunFile) -> str | None:
+    usual = OF_STEPS.items() if isinstance(run_file.optimizer, SGD) else ()
+    return next((f"optimizer.{key}" for key, value in usual if getattr(run_file.optimizer, key) != value), None)
 
 
-def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
-    """Rules of secure aggregation and of privacy."""
-    kind, secure, privacy = federated.variant, run_file.secure_aggregation, run_file.privacy
-    if secure is not None:
-        if not federated.sums:
-            why = "it needs each update, and the server would see their sum alone"
-            yield f'[secure_aggregation] with federated.kind = "{kind}": {why}; use "fedavg"'
-        if federated.sampling == "importance":
-            yield 'federated.sampling = "importance" with [secure_aggregation]: nobody sees norms; use "uniform"'
-        if federated.largest_norm is not None:
-            yield "federated.largest_norm with [secure_aggregation]: nobody sees the norm of an update; leave it out"
-    if privacy is None:
-        return
-    if federated.models > 1:
-        yield f'[privacy] with federated.kind = "{kind}": which model a client chose tells of its samples; use "fedavg"'
-    if privacy.noise_by == "clients" and secure is None:
-        yield 'privacy.noise_by = "clients" without [secure_aggregation]: each update has too little noise; add it'
-    if privacy.unit == "client":
-        if not federated.sums:
-            why = "noise belongs to a sum of clipped updates"
-            yield f'privacy.unit = "client" with federated.kind = "{kind}": {why}; use "fedavg"'
-        if federated.weights != "equal":
-            why = "a client that counts by its samples has no bound"
-            yield f'privacy.unit = "client": {why}; set federated.weights = "equal"'
-        if privacy.adaptive and secure is not None:
-            yield "privacy.adaptive with [secure_aggregation]: nobody sees how many updates were cut; leave it out"
-        if federated.sampling != "uniform" or federated.over_selection:
-            why = "each client is drawn by itself"
-            yield f'privacy.unit = "client": {why}; leave out federated.sampling and federated.over_selection'
-    elif federated.sends_control:
-        yield f'privacy.unit = "sample" with federated.kind = "{kind}": the control would tell gradients; use "fedavg"'
-    elif run_file.optimizer.clip_norm is not None:
-        yield "optimizer.clip_norm with privacy: privacy.clip bounds each sample's gradient; leave it out"
+def _ordered(run_file: RunFile) -> str | None:
+    name = next((key for key in ORDERING if getattr(run_file.data, key, None)), None)
+    return None if name is None or isinstance(run_file.data, Mixture | Stream) else f"data.{name}"
+
+
+def _scaled(run_file: RunFile) -> str | None:
+    scaling = getattr(run_file.model, "scaling", "standard")
+    return None if scaling == "standard" else f'model.scaling = "{scaling}"'
+
+
+_FEDERATED, _SECURE, _PRIVATE = (facts.given(name) for name in ("federated", "secure_aggregation", "privacy"))
+_OF_A_CLIENT, _OF_A_SAMPLE = (facts.equal("privacy.unit", unit) for unit in ("client", "sample"))
+_ASYNCHRONOUS = facts.kind("federated", lambda federated: federated.asynchronous, "without rounds")
+_SUMS_NOTHING = facts.kind("federated", lambda federated: not federated.sums, "that takes no sum")
+_WIDTHS = facts.kind("federated", lambda federated: len(federated.all_widths) > 1, "of several widths")
+_SEVERAL_MODELS = facts.kind("federated", lambda federated: federated.models > 1, "of several models")
+_CONTROL = facts.kind("federated", lambda federated: federated.sends_control, "that sends a control")
+
+_OF_ALL_WEIGHTS = "clients train all weights, on their targets"
+_OWN_ORDER = "clients take their samples in their own order"
+_AS_THEY_ARE = "clients read their samples as they are, in their own order"
+_IN_ROUNDS = "it needs rounds, in which a known cohort sends"
+
+
+def _noise_alone(run_file: RunFile) -> str | None:
+    privacy = run_file.privacy
+    if privacy is None or privacy.noise_by != "clients" or run_file.secure_aggregation is not None:
+        return None
+    return 'privacy.noise_by = "clients" without [secure_aggregation]: each update has too little noise; add it'
+
+
+def _no_bound(run_file: RunFile) -> str | None:
+    federated, said = run_file.federated, _OF_A_CLIENT(run_file)
+    if said is None or federated is None or federated.weights == "equal":
+        return None
+    return f'{said}: a client that counts by its samples has no bound; set federated.weights = "equal"'
+
+
+def _drawn_together(run_file: RunFile) -> str | None:
+    federated, said = run_file.federated, _OF_A_CLIENT(run_file)
+    if said is None or federated is None or (federated.sampling == "uniform" and not federated.over_selection):
+        return None
+    return f"{said}: each client is drawn by itself; leave out federated.sampling and federated.over_selection"
+
+
+federated_refusal = in_order(
+    _without_it,
+    against(
+        _FEDERATED,
+        Rule(
+            facts.NOT_SGD,
+            "clients keep no moments between rounds",
+            'use "sgd" for their steps, and federated.kind = "fedopt" for Adam at the server',
+        ),
+        Rule(Fact(f"optimizer.{', '.join(OF_STEPS)}", _of_steps), "clients take plain steps of SGD", "leave it out"),
+        Rule(facts.named("run.warm_start_data"), _OWN_ORDER, "leave it out"),
+        Rule(Fact('model.scaling = "mup"', _scaled), "clients step at one rate", "leave it out"),
+        Rule(facts.kind_other_than("precision", "float32", "float64"), "updates are float32 or float64", "use one"),
+        Rule(
+            Fact("model.dropout", lambda run_file: bool(getattr(run_file.model, "dropout", 0.0))),
+            "its masks belong to positions of one run",
+            "set it to 0",
+        ),
+        Rule(facts.MOE, "its routers count the tokens of one run", 'use "gpt"'),
+        *(
+            Rule(facts.given(name), _OF_ALL_WEIGHTS, "leave one out")
+            for name in ("sparsity", "freeze", "adapter", "distillation")
+        ),
+        found_first=True,
+    ),
+    against(
+        _WIDTHS,
+        Rule(
+            facts.kind(
+                "model", lambda model: isinstance(model, GPTConfig | TransformersConfig), '= "gpt" or "transformers"'
+            ),
+            OF_ONE_WIDTH,
+        ),
+    ),
+    against(
+        facts.other_than("federated.sampling", "uniform"), Rule(_ASYNCHRONOUS, "it draws no cohorts", "leave it out")
+    ),
+    against(
+        _FEDERATED,
+        Rule(facts.kinds("data", "mixture", "stream"), "clients divide the samples of one source", "name one"),
+        Rule(Fact(f"data.{', '.join(ORDERING)}", _ordered), _AS_THEY_ARE, "leave it out"),
+        found_first=True,
+    ),
+    against(_SECURE, Rule(_ASYNCHRONOUS, _IN_ROUNDS, 'use "fedavg"')),
+    against(_PRIVATE, Rule(_ASYNCHRONOUS, _IN_ROUNDS, 'use "fedavg"')),
+    against(
+        facts.named("federated.ditto"), Rule(_OF_A_SAMPLE, "a model that never leaves needs no noise", "leave one out")
+    ),
+    against(
+        _FEDERATED,
+        Rule(
+            facts.kind(
+                "codec", lambda codec: codec.codes_matrices or codec.of_all_ranks, "of matrices or of all ranks"
+            ),
+            "a client sends alone",
+            'use "blockwise" or "top_k"',
+        ),
+        found_first=True,
+    ),
+    against(facts.CODEC, Rule(_SECURE, "masks hide plain numbers alone", "leave it out")),
+    against(
+        _SECURE, Rule(_SUMS_NOTHING, "it needs each update, and the server would see their sum alone", 'use "fedavg"')
+    ),
+    against(
+        _SECURE,
+        Rule(facts.equal("federated.sampling", "importance"), "nobody sees norms", 'use "uniform"'),
+        Rule(facts.named("federated.largest_norm"), "nobody sees the norm of an update", "leave it out"),
+        found_first=True,
+    ),
+    against(_PRIVATE, Rule(_SEVERAL_MODELS, "which model a client chose tells of its samples", 'use "fedavg"')),
+    _noise_alone,
+    against(_OF_A_CLIENT, Rule(_SUMS_NOTHING, "noise belongs to a sum of clipped updates", 'use "fedavg"')),
+    _no_bound,
+    against(facts.named("privacy.adaptive"), Rule(_SECURE, "nobody sees how many updates were cut", "leave it out")),
+    _drawn_together,
+    against(_OF_A_SAMPLE, Rule(_CONTROL, "the control would tell gradients", 'use "fedavg"')),
+    against(
+        facts.named("optimizer.clip_norm"),
+        Rule(_OF_A_SAMPLE, "privacy.clip bounds each sample's gradient", "leave it out"),
+    ),
+)
+"""Whether clients can train this run."""

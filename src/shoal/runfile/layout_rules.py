@@ -8,15 +8,16 @@ all panels of a matrix one width (`shoal.parallel.tensor.summa`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from shoal.engine.config import Float16
 from shoal.errors import ShoalError
 from shoal.models.attention_config import BlockLists
 from shoal.models.config import ForeignModel, GPTConfig, MoEConfig, attention_mask_of
 from shoal.models.huggingface.config import TransformersConfig, experts_of
+from shoal.runfile import facts
+from shoal.runfile.facts import Fact
+from shoal.runfile.rule import Rule, against, axes, in_order
 from shoal.runfile.run_file import RunFile, default_micro_samples, statistics_group
 from shoal.schedules.build import build
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
@@ -81,14 +82,6 @@ def _kv_heads_on(rows: int, columns: int, heads: int) -> list[int]:
 
 def _either(numbers: list[int], wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wanted))[:2])))
-
-
-Rule = Callable[[RunFile], str | None]
-
-
-def layout_refusal(run_file: RunFile) -> str | None:
-    """The first rule that is broken, as a sentence."""
-    return next((sentence for rule in _RULES if (sentence := rule(run_file)) is not None), None)
 
 
 def _only_chains(run_file: RunFile) -> str | None:
@@ -214,39 +207,46 @@ def _schedule(run_file: RunFile) -> str | None:
     return None
 
 
-def _compiled(run_file: RunFile) -> str | None:
-    """`torch.compile` cannot trace through collectives, nor a model whose parts are called one by one."""
-    layout = run_file.layout
-    if not run_file.run.compile:
-        return None
-    inside = [axis for axis in ("tensor", "context", "expert", "pipeline") if getattr(layout, axis) > 1]
-    compiles = run_file.run.compile_said
-    if inside:
-        return f"{compiles} with layout.{inside[0]}: a split model cannot be compiled; leave run.compile out"
-    if layout.shard > 1 and run_file.memory.zero in (None, 3) and run_file.run.compile != "blocks":
-        return (
-            f"{compiles} with layout.shard and memory.zero = 3: blocks fetch their weights while the model computes, "
-            'which one program of all of it cannot; set run.compile = "blocks", or memory.zero to 1 or 2'
-        )
-    return _graphed(run_file) if run_file.run.graphs_programs else None
+def _fetched(run_file: RunFile) -> bool:
+    """ZeRO-3: blocks have their weights while they compute, and only then."""
+    return run_file.layout.shard > 1 and run_file.memory.zero in (None, 3)
 
 
-def _graphed(run_file: RunFile) -> str | None:
-    """What a CUDA graph has written, its next replay overwrites, and it reads weights where they were recorded."""
-    said, without = f'run.compile_mode = "{run_file.run.compile_mode}"', "max-autotune-no-cudagraphs"
-    layout, samples = run_file.layout, default_micro_samples(run_file)
-    shares = run_file.stated_processes or 1
-    if layout.shard > 1 and run_file.memory.zero in (None, 3):
-        return (
-            f"{said} with layout.shard and memory.zero = 3: each forward gathers weights into other memory, where a "
-            f'CUDA graph does not look; set the mode to "{without}", or memory.zero to 1 or 2'
-        )
-    if samples is not None and samples < most_samples(run_file, shares=shares):
-        return (
-            f"{said} with microbatches of {samples} samples: a step of several would add to gradients that a CUDA "
-            f'graph overwrites; leave batch.micro_samples out, or set the mode to "{without}"'
-        )
-    return None
+_FETCHED = Fact("layout.shard and memory.zero = 3", _fetched)
+_UNGRAPHED = '"max-autotune-no-cudagraphs"'
+
+# `torch.compile` cannot trace through collectives, nor a model whose parts are called one by one.
+_COMPILED = against(
+    facts.COMPILED,
+    *axes("tensor context expert pipeline", "a split model cannot be compiled", "leave run.compile out"),
+    Rule(
+        _FETCHED.where(facts.COMPILED_WHOLE, f'{_FETCHED.name} (not run.compile = "blocks")'),
+        "blocks fetch their weights while the model computes, which one program of all of it cannot",
+        'set run.compile = "blocks", or memory.zero to 1 or 2',
+    ),
+)
+
+
+def _adds_up(run_file: RunFile) -> str | None:
+    samples = default_micro_samples(run_file)
+    several = samples is not None and samples < most_samples(run_file, shares=run_file.stated_processes or 1)
+    return f"microbatches of {samples} samples" if several else None
+
+
+# What a CUDA graph has written, its next replay overwrites, and it reads weights where they were recorded.
+_GRAPHED = against(
+    facts.equal("run.compile_mode", "reduce-overhead", "max-autotune").where(facts.COMPILED),
+    Rule(
+        _FETCHED,
+        "each forward gathers weights into other memory, where a CUDA graph does not look",
+        f"set the mode to {_UNGRAPHED}, or memory.zero to 1 or 2",
+    ),
+    Rule(
+        Fact("several microbatches", _adds_up),
+        "a step of several would add to gradients that a CUDA graph overwrites",
+        f"leave batch.micro_samples out, or set the mode to {_UNGRAPHED}",
+    ),
+)
 
 
 def _zero(run_file: RunFile) -> str | None:
@@ -259,38 +259,6 @@ def _zero(run_file: RunFile) -> str | None:
         f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
         "number of ranks that share one copy (layout.replicate to the number of copies), or leave memory.zero out"
     )
-
-
-def _auto(run_file: RunFile) -> str | None:
-    """The planner picks among plans that have a price."""
-    layout, pipeline = run_file.layout, run_file.pipeline
-    if not layout.auto:
-        return None
-    if layout.tensor_grid is not None:
-        return "layout.auto = true with layout.tensor_grid: a grid has no price; leave one of the two out"
-    if pipeline.asynchronous:
-        return (
-            f"layout.auto = true with pipeline.schedule = {pipeline.schedule!r}: it has no price, because it updates "
-            "within a step; leave one of the two out"
-        )
-    return None
-
-
-_RULES: tuple[Rule, ...] = (
-    _auto,
-    _only_chains,
-    _heads,
-    _sparse_attention,
-    _feed_forward,
-    _experts,
-    _sequence,
-    grid_refusal,
-    _ulysses,
-    _schedule,
-    _stages,
-    _compiled,
-    _zero,
-)
 
 
 # How many microbatches a rank of a split replica has in a step, and of how many samples: all ranks have as many.
@@ -327,40 +295,6 @@ def most_samples(run_file: RunFile, *, shares: int) -> int:
     return group * -(-(run_file.batch.global_samples // group) // shares)
 
 
-def pipedream_refusal(run_file: RunFile) -> str | None:
-    """One sentence if PipeDream, which updates after each microbatch, cannot run; None for other schedules.
-
-    Refused is what needs one version of the weights, or a moment when all stages hold the gradient of one microbatch.
-    """
-    if not run_file.pipeline.asynchronous:
-        return None
-    found = next(_against_pipedream(run_file), None)
-    return None if found is None else f'pipeline.schedule = "PipeDream" with {found[0]}: {found[1]}'
-
-
-def _against_pipedream(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    layout, model, optimizer = run_file.layout, run_file.model, run_file.optimizer
-    if layout.pipeline == 1:
-        yield "layout.pipeline = 1", "it is another computation than training without a pipeline; set it to 2 or more"
-    if layout.shard > 1:
-        yield f"layout.shard = {layout.shard}", "each stage keeps older weights, whole; use layout.replicate"
-    if layout.expert > 1:
-        yield f"layout.expert = {layout.expert}", "its older weights are proved with whole experts only; set it to 1"
-    if isinstance(model, MoEConfig):
-        yield 'model.kind = "moe"', "experts are balanced once a step; choose another schedule"
-    if getattr(model, "tied", False):
-        yield "model.tied = true", "the two ends of the pipeline are at different updates; set it to false"
-    if isinstance(run_file.precision, Float16):
-        yield 'precision.kind = "float16"', "its loss scale needs a vote of all stages; use bfloat16"
-    if run_file.pipeline.microbatches is not None and run_file.batch.micro_samples is not None:
-        yield "pipeline.microbatches and batch.micro_samples", "each says how many updates a step makes; leave one out"
-    elif (other := _other_number(run_file)) is not None:
-        yield f"pipeline.microbatches = {run_file.pipeline.microbatches}", other
-    if optimizer.lr_for_samples is not None:
-        yield "optimizer.lr_for_samples", "an update is a microbatch there; set optimizer.lr alone"
-
-
 def _other_number(run_file: RunFile) -> str | None:
     """Why the written number of updates is not that which a step would make; None where it is, or none is written.
 
@@ -377,3 +311,60 @@ def _other_number(run_file: RunFile) -> str | None:
         f"{most} samples in microbatches of {sizes.samples} make {sizes.in_flight} updates a step; "
         f"nearest: {' or '.join(map(str, nearest))}"
     )
+
+
+def _stated_twice(run_file: RunFile) -> bool:
+    return run_file.pipeline.microbatches is not None and run_file.batch.micro_samples is not None
+
+
+# PipeDream updates after each microbatch. Refused is what needs one version of the weights, or a moment when all stages
+# hold the gradient of one microbatch.
+pipedream_refusal = against(
+    facts.PIPEDREAM,
+    Rule(
+        facts.equal("layout.pipeline", 1),
+        "it is another computation than training without a pipeline",
+        "set it to 2 or more",
+    ),
+    *axes("shard", "each stage keeps older weights, whole", "use layout.replicate"),
+    *axes("expert", "its older weights are proved with whole experts only", "set it to 1"),
+    Rule(facts.MOE, "experts are balanced once a step", "choose another schedule"),
+    Rule(
+        Fact("model.tied = true", lambda run_file: getattr(run_file.model, "tied", False)),
+        "the two ends of the pipeline are at different updates",
+        "set it to false",
+    ),
+    Rule(facts.FLOAT16, "its loss scale needs a vote of all stages", "use bfloat16"),
+    Rule(
+        Fact("pipeline.microbatches and batch.micro_samples", _stated_twice),
+        "each says how many updates a step makes",
+        "leave one out",
+    ),
+    Rule(facts.stated("pipeline.microbatches").where(_other_number), lambda run_file: _other_number(run_file) or ""),
+    Rule(facts.named("optimizer.lr_for_samples"), "an update is a microbatch there", "set optimizer.lr alone"),
+)
+
+# The planner picks among plans that have a price.
+_PLANNED = against(
+    facts.equal("layout.auto", True),
+    Rule(facts.named("layout.tensor_grid"), "a grid has no price", "leave one of the two out"),
+    Rule(facts.PIPEDREAM, "it has no price, because it updates within a step", "leave one of the two out"),
+)
+
+layout_refusal = in_order(
+    _PLANNED,
+    _only_chains,
+    _heads,
+    _sparse_attention,
+    _feed_forward,
+    _experts,
+    _sequence,
+    grid_refusal,
+    _ulysses,
+    _schedule,
+    _stages,
+    _COMPILED,
+    _GRAPHED,
+    _zero,
+)
+"""Whether this layout goes with the model and the batch."""
