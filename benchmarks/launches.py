@@ -151,6 +151,7 @@ class Row:
 class SimulatedNccl:
     """`gloo`, a group of processes of the CPU, as one over NCCL that is connected when it opens: its collectives are of
     tensors of the device, and in a stream of their own. A thread makes its calls, each when the one before has ended.
+    Its ranks connect in the first call of a kind, which holds up the one who makes it, as NCCL's does.
     """
 
     WRITES: Mapping[str, int] = {
@@ -161,7 +162,7 @@ class SimulatedNccl:
     """Which argument it writes; -1: none."""
 
     def __init__(self, gloo: Any) -> None:
-        self._gloo, self._stream = gloo, torch.Stream("cuda")
+        self._gloo, self._stream, self._connected = gloo, torch.Stream("cuda"), set[Any]()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]] = SimpleQueue()
         threading.Thread(target=_one_by_one, args=(self._calls,), daemon=True).start()
 
@@ -179,6 +180,10 @@ class SimulatedNccl:
             torch.ops.simulated_cuda.collective(read, written, name)
         done: Future[None] = Future()
         self._calls.put((partial(call, *_pytree.tree_map_only(Tensor, on_host, given)), done))
+        kind = name, given[1] if name in ("send", "recv") else None
+        if kind not in self._connected:
+            self._connected.add(kind)
+            done.result()
         return SimulatedWork(done, self._stream, given)
 
 
