@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.assembly.hang_watch import DEVICE, HangWatch, waits
+from shoal.assembly.hang_watch import DEVICE, HangWatch, groups_of, waits
 from shoal.comm.board import Board
 from shoal.engine.tally import _read
+from shoal.resilience.hang_verdict import hang_verdict
 from tests.comm.groups import alone
 from tests.waiting import HANG_S
 
@@ -48,5 +49,7 @@ def test_a_thread_that_waits_for_its_device_waits_for_other_ranks(tmp_path: Path
         thread.join()
     assert found["activity"].doing == ("waits" if on_device else "computes")
     assert waits(found["report"]) == on_device
+    reports = {0: found["report"]}
+    assert ("their GPUs compute for so long" in hang_verdict(groups_of(reports), reports).sentence) == on_device
     assert watch._waiting() is None
     assert DEVICE not in found["report"].calls
