@@ -53,13 +53,14 @@ from shoal.config.named import GIVEN
 from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
 from shoal.errors import UsageError
+from shoal.gradients.script_writes import COMPARED_FIRST
 from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 
 PLAIN, OWN, TRAIN = "plain", "own loop", "train"
-WARM_STEPS, STEPS = 5, 3
-"""Buffers are compared in the first steps, and small reads by the loop itself begin after some."""
+WARM_STEPS, STEPS = COMPARED_FIRST + 1, 3
+"""Buffers and written weights are compared in the first steps, and small reads by the loop itself begin after some."""
 VOCABULARY, TOKENS, ROWS = 64, 16, 256
 RANK_S = 120.0
 """A rank takes some seconds. One that hangs prints where its threads are, and ends."""
