@@ -53,13 +53,14 @@ from shoal.config.named import GIVEN
 from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
 from shoal.errors import UsageError
+from shoal.gradients.script_writes import COMPARED_FIRST
 from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 
 PLAIN, OWN, TRAIN = "plain", "own loop", "train"
-WARM_STEPS, STEPS = 5, 3
-"""Buffers are compared in the first steps, and small reads by the loop itself begin after some."""
+WARM_STEPS, STEPS = COMPARED_FIRST + 1, 3
+"""Buffers and written weights are compared in the first steps, and small reads by the loop itself begin after some."""
 VOCABULARY, TOKENS, ROWS = 64, 16, 256
 RANK_S = 120.0
 """A rank takes some seconds. One that hangs prints where its threads are, and ends."""
@@ -151,6 +152,7 @@ class Row:
 class SimulatedNccl:
     """`gloo`, a group of processes of the CPU, as one over NCCL that is connected when it opens: its collectives are of
     tensors of the device, and in a stream of their own. A thread makes its calls, each when the one before has ended.
+    Its ranks connect in the first call of a kind, which holds up the one who makes it, as NCCL's does.
     """
 
     WRITES: Mapping[str, int] = {
@@ -161,7 +163,7 @@ class SimulatedNccl:
     """Which argument it writes; -1: none."""
 
     def __init__(self, gloo: Any) -> None:
-        self._gloo, self._stream = gloo, torch.Stream("cuda")
+        self._gloo, self._stream, self._connected = gloo, torch.Stream("cuda"), set[Any]()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]] = SimpleQueue()
         threading.Thread(target=_one_by_one, args=(self._calls,), daemon=True).start()
 
@@ -179,6 +181,10 @@ class SimulatedNccl:
             torch.ops.simulated_cuda.collective(read, written, name)
         done: Future[None] = Future()
         self._calls.put((partial(call, *_pytree.tree_map_only(Tensor, on_host, given)), done))
+        kind = name, given[1] if name in ("send", "recv") else None
+        if kind not in self._connected:
+            self._connected.add(kind)
+            done.result()
         return SimulatedWork(done, self._stream, given)
 
 

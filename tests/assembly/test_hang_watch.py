@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.assembly.hang_watch import DEVICE, HangWatch, waits
+from shoal.assembly.hang_watch import DEVICE, HangWatch, groups_of, waits
+from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.engine.tally import _read
+from shoal.resilience.hang_verdict import hang_verdict
+from shoal.topology.layout import Layout
 from tests.comm.groups import alone
 from tests.waiting import HANG_S
 
@@ -48,5 +53,26 @@ def test_a_thread_that_waits_for_its_device_waits_for_other_ranks(tmp_path: Path
         thread.join()
     assert found["activity"].doing == ("waits" if on_device else "computes")
     assert waits(found["report"]) == on_device
+    reports = {0: found["report"]}
+    assert ("their GPUs compute for so long" in hang_verdict(groups_of(reports), reports).sentence) == on_device
     assert watch._waiting() is None
     assert DEVICE not in found["report"].calls
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_rank_leaves_when_all_devices_have_done_their_work(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+    """First its own, where the watch on hangs sees that it waits, then all. On a CPU nothing is under way."""
+    done: list[str] = []
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: done.append(watched())))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: done.append("own"))
+    barrier = SimpleNamespace(wait=lambda: done.append("all"))
+    mesh = SimpleNamespace(layout=Layout(replicate=2), world=SimpleNamespace(barrier=lambda: barrier))
+    run: Any = SimpleNamespace(device=torch.device("cuda" if on_device else "cpu"), mesh=mesh)
+    Run.settle(run)
+    assert done == (["wait_for", "own", "all"] if on_device else [])
+
+
+def watched() -> str:
+    """Who waits for the event that calls this."""
+    return sys._getframe(2).f_code.co_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shoal.assembly.hang_watch import groups_of, writers
@@ -169,6 +170,13 @@ def test_where_nobody_is_missing_the_network_is_named() -> None:
     """All are in the same call."""
     found: HangVerdict = hang_verdict(WORLD, all_but())
     assert "the network between them carries nothing" in found.sentence
+
+
+def test_gpus_that_are_waited_for_may_compute() -> None:
+    """A step of a large batch takes longer on them than a collective ever should: the network is not blamed alone."""
+    at_device = (TRAIN, CodePlace("/lib/shoal/state.py", 37, "wait_for"))
+    reports = {rank: msgspec.structs.replace(waiting(rank), stack=at_device) for rank in range(4)}
+    assert "nobody is missing: their GPUs compute for so long, or" in hang_verdict(WORLD, reports).sentence
 
 
 def test_without_reports_nothing_is_claimed() -> None:

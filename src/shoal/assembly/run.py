@@ -41,7 +41,7 @@ from shoal.launcher.environment import Place
 from shoal.observe.terminal import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.state import Trained, works_in_streams
+from shoal.state import Trained, wait_for, works_in_streams
 from shoal.sync.event_order import Rounds
 
 
@@ -70,6 +70,7 @@ class Run:
         behind would wait for it for ever. Where collectives are waited for by threads there is nothing to do.
         """
         if works_in_streams(self.device) and self.mesh.layout.world_size > 1:
+            wait_for(torch.accelerator.current_stream(self.device).record_event())  # where the watch on hangs sees it
             torch.accelerator.synchronize(self.device)
             self.mesh.world.barrier().wait()
 

@@ -4,6 +4,10 @@ A group over NCCL that is connected when it opens has one communicator and one s
 which they are made, messages to other ranks among them (torch 2.7 to 2.13). A receive that is posted ahead then keeps
 back a send to somebody else, which the awaited rank may need before it sends: 1F1B on four ranks stands still for ever.
 NCCL allows no two streams on one communicator, so each sender and receiver get a group of their own.
+
+NCCL connects a sender and a receiver in their first message, and keeps the threads of both until it has
+(`ncclTransportP2pSetup`). A first receive that is posted ahead would keep its rank from what the sender waits for, so
+that each group passes a number when it opens.
 """
 
 from __future__ import annotations
@@ -51,16 +55,30 @@ class PairedMessages:
     def __init__(self, mesh: OpensGroups, places: Sequence[int], pairs: Iterable[Pair]) -> None:
         self.rank = places.index(mesh.rank)
         self._groups: dict[Pair, Collective] = {}
-        for pair in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):  # one order for all ranks
+        for pair in sorted(set(pairs), key=_turn):
             if self.rank in pair:
                 two = sorted(places[place] for place in pair)
                 self._groups[pair] = mesh.ranks(two, lane="ahead" if pair[0] < pair[1] else "back")
+                self._connect(pair, torch.zeros(1, device=mesh.device))
+
+    def _connect(self, pair: Pair, number: torch.Tensor) -> None:
+        sender, receiver = pair
+        passes = self.send(number, to=receiver) if self.rank == sender else self.recv(number, source=sender)
+        passes.wait()
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
         return self._groups[self.rank, to].send(tensor, to=int(to > self.rank), tag=tag)
 
     def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
         return self._groups[source, self.rank].recv(tensor, source=int(source > self.rank), tag=tag)
+
+
+def _turn(pair: Pair) -> tuple[int, int, int, int]:
+    """When a pair opens its group: one order for all ranks, so that none waits for one that waits for it. Every second
+    pair of a chain comes first: they open at once, while in the order of the chain each would wait for the one before.
+    """
+    first, second = min(pair), max(pair)
+    return first % 2, first, second, pair[0]
 
 
 def messages_of(mesh: OpensGroups, places: Sequence[int], pairs: Iterable[Pair]) -> Messages:

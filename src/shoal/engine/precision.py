@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float
 from shoal.errors import EnvironmentFault, MissingExtra, UserCodeError
 from shoal.gradients.masters import MixedPrecision, in_float32, narrows
 from shoal.memory.recompute import blocks_of
+
+T = TypeVar("T")
 
 SMALLEST_SCALE = 1.0
 
@@ -126,15 +128,33 @@ def whole_float32() -> Iterator[None]:
     sizes, differ by that.
     """
     cudnn: Any = torch.backends.cudnn  # the stubs lack its parts
-    kinds = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    mkldnn: Any = torch.backends.mkldnn
+    kinds = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)
     before = [kind.fp32_precision for kind in kinds]
+    # PyTorch has two ways to say it, and raises where the older one is read and the newer one says something else. Its
+    # compiler and FlexAttention read the older one.
+    matmul, convolved = _or_none(torch.get_float32_matmul_precision), _or_none(lambda: cudnn.allow_tf32)
     try:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
         for kind in kinds:
             kind.fp32_precision = "ieee"
         yield
     finally:
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if convolved is not None:
+            cudnn.allow_tf32 = convolved
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    """None where a script has used both ways, and they differ."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def scaler_of(config: PrecisionConfig) -> LossScaler:

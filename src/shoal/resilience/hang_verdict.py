@@ -72,6 +72,8 @@ _ACTIVITIES = (
     (("fsync", "write", "pwrite", "rename"), "waits for the disk"),
 )
 """The innermost function's name, and what a rank does there."""
+_DEVICE = "/shoal/state.py", "wait_for"
+"""File and function in which a rank waits for its GPU, which may wait for others or compute."""
 _FEED = "/shoal/data/feed.py"
 """A rank with a frame of it waits for its next samples: others read them."""
 
@@ -270,9 +272,17 @@ def _all_inside(groups: Mapping[str, Sequence[int]], reports: Mapping[int, RankR
     if not waiting:
         return HangVerdict((), None, "no rank is in a collective: each works, or waits outside of Shoal's groups")
     ranks = tuple(sorted(rank for rank, report in reports.items() if _open_calls(report)))
-    return HangVerdict(
-        ranks, None, f"all members wait, {waiting[0]}, and nobody is missing: the network between them carries nothing"
-    )
+    found = f"all members wait, {waiting[0]}, and nobody is missing: "
+    if any(_at_device(reports[rank]) for rank in ranks):
+        return HangVerdict(
+            ranks, None, f"{found}their GPUs compute for so long, or the network between them carries nothing"
+        )
+    return HangVerdict(ranks, None, f"{found}the network between them carries nothing")
+
+
+def _at_device(report: RankReport) -> bool:
+    file, function = _DEVICE
+    return any(place.file.endswith(file) and place.function == function for place in report.stack)
 
 
 FILE = "hang.json"

@@ -1,7 +1,8 @@
 """Groups whose calls run one after the other, as NCCL's do, between threads of one process.
 
 A message is passed when its two ends are each the first of what is left of their rank's calls in the group. Where every
-rank waits for one that is not, none ever will be: all of them raise.
+rank waits for one that is not, none ever will be: all of them raise. As NCCL's, the first call from one rank to another
+keeps the thread that makes it until the other end has been called, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,6 +39,7 @@ class Network:
 
     ranks: int
     groups: dict[tuple[tuple[int, ...], str], defaultdict[int, deque[Call]]] = field(default_factory=dict)
+    connected: set[Any] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     left: int = 0
     stuck: bool = False
@@ -52,13 +55,15 @@ class Network:
             calls[rank].append(call)
             while _passes_one(calls):
                 self.changed.notify_all()
+            end = key, rank, call.peer, call.sends
+            if end not in self.connected:
+                self.connected.add(end)
+                self._await(call)
         return call
 
     def wait_for(self, call: Call) -> None:
         with self.changed:
-            self._stand(call)
-            if not call.done:
-                raise CollectiveError(f"a message {'to' if call.sends else 'from'} {call.peer} never ran")
+            self._await(call)
 
     def leave(self) -> None:
         """A rank makes no more calls."""
@@ -66,11 +71,13 @@ class Network:
             self.left += 1
             self._look()
 
-    def _stand(self, call: Call) -> None:
+    def _await(self, call: Call) -> None:
         self.waiting.append(call)
         self._look()
         self.changed.wait_for(lambda: call.done or self.stuck, HANG_S)
         self.waiting.remove(call)
+        if not call.done:
+            raise CollectiveError(f"a message {'to' if call.sends else 'from'} {call.peer} never ran")
 
     def _look(self) -> None:
         waits = sum(not call.done for call in self.waiting)
@@ -115,7 +122,7 @@ class ThreadMesh:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda")
+        return torch.device("cpu")
 
     def ranks(self, ranks: Sequence[int], *, lane: str = "") -> Member:
         return self.network.member(self.rank, ranks, lane)
