@@ -78,6 +78,29 @@ run.close()
 """
 )
 
+SHOWN = (
+    HEAD
+    + """
+trained = [p for p in model.parameters() if p.requires_grad]
+run = shoal.start(model=model, optimizer=optimizer, data=data, batch_samples=12, steps=4)
+between = 0
+for x, y in run.batches():
+    run.backward(F.cross_entropy(run.model(x), y))
+    if EVERY or run.last_of_step:
+        for p in trained:
+            p.grad.clamp_(-0.01, 0.01)
+        torch.nn.utils.clip_grad_norm_(trained, 0.1)
+    optimizer.step()
+    if EVERY and not run.last_of_step:
+        between += 1
+        if between % 3:
+            optimizer.zero_grad(set_to_none=between % 3 == 1)
+run.export("weights.safetensors")
+run.close()
+assert between >= 3 * EVERY
+"""
+)
+
 WRITTEN = (
     HEAD
     + """
@@ -294,6 +317,18 @@ def test_a_forward_outside_of_autocast_is_warned_of(entered: str, left_out: bool
 def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:
     """As in a plain loop: else there would be two of each in memory."""
     run_of(tmp_path, FREED, world=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_loop_does_with_gradients_between_microbatches_has_no_effect(world: int, tmp_path: Path) -> None:
+    """The same weights to the bit, whether its body clamps, clips and wipes them in each, or once a step."""
+    found = []
+    for every in (True, False):
+        (folder := tmp_path / str(every)).mkdir()
+        run_of(folder, SHOWN.replace("EVERY", str(every)), "batch.micro_samples=2", world=world)
+        found.append(load_file(folder / "weights.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -126,6 +126,9 @@ def alike() -> dict[str, list[Any]]:
         "floats": [0.1, float("inf"), -1e-40],
         "booleans": [True, False, True],
         "arrays": arrays,
+        "transposed arrays": [np.random.default_rng(number).random((2, 4, 3), np.float32).T for number in range(3)],
+        "arrays by column": [np.asfortranarray(row.numpy()) for row in x],
+        "reversed arrays": [row.numpy()[::-1] for row in x],
         "scalars of NumPy": [np.int64(3), np.int64(4), np.int64(5)],
         "pairs": [(row, number) for number, row in enumerate(x)],
         "mappings": [{"x": row, 7: (row[0], 1.5)} for row in x],
@@ -160,6 +163,14 @@ def test_items_of_one_form_are_put_side_by_side_at_once_as_one_by_one(kind: str)
     for source in (AsInputs(items), [(item, index) for index, item in enumerate(items)]):
         wanted = collate([source[index] for index in range(len(items))], ids)
         same(read_batch(source, ids, ids, denominator="auto").batch, wanted)
+
+
+def test_the_samples_are_named_that_cannot_stand_side_by_side() -> None:
+    """Also where PyTorch refuses it, as of tensors on two devices."""
+    items = [torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(2)]
+    for source in (AsInputs(items), [(item, 0) for item in items]):
+        with pytest.raises(UserCodeError, match=r"Samples 0 \.\. 2 .* the data source raised"):
+            read_batch(source, np.arange(3), np.arange(3), denominator="auto")
 
 
 @pytest.mark.parametrize("kind", unlike())

@@ -219,3 +219,44 @@ def test_a_gradient_that_is_ready_twice_is_refused() -> None:
     reducer.start()
     with pytest.raises(UserCodeError, match="weight was ready twice"), reducer.backward(last=True):
         x.sum().backward()
+
+
+class InWorkspace(torch.autograd.Function):
+    """x * weight, whose gradient of the weight is a view of one buffer that the next backward writes into."""
+
+    buffer = torch.zeros(8, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        own = InWorkspace.buffer[: len(weight)]
+        return gradients[0] * weight, own.copy_((gradients[0] * x).sum(0))
+
+
+@pytest.mark.parametrize("numbers", [8, 3], ids=["the whole buffer", "a part of it"])
+def test_a_gradient_in_memory_that_is_used_again_is_copied_at_once(numbers: int) -> None:
+    """The gradients of three layers, as of the same layers by PyTorch's own functions."""
+    torch.manual_seed(0)
+    net = nn.ParameterList(torch.randn(numbers, dtype=torch.float64) for _ in range(3))
+    x = torch.randn(5, numbers, dtype=torch.float64)
+
+    def squares(multiply) -> torch.Tensor:
+        y = x
+        for weight in net:
+            y = torch.tanh(multiply(y, weight))
+        return y.square().sum()
+
+    wanted = torch.autograd.grad(squares(torch.mul), list(net))
+    reducer = reducer_of(net, Alone(), bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    reducer.start()
+    for last in (False, True):
+        with reducer.backward(last=last):
+            squares(InWorkspace.apply).backward()
+    reducer.finish()
+    for weight, each in zip(net, wanted, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * each, rtol=SUM_ORDER, atol=SUM_ORDER)

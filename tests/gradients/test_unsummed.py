@@ -233,3 +233,34 @@ def test_what_an_exchange_works_on_has_buckets() -> None:
         )  # fmt: skip
     half = nn.Linear(2, 2).bfloat16()
     assert isinstance(unsummed(half), ReplicatedGradients)
+
+
+@pytest.mark.parametrize("wiping", [None, "to None", "to zero", "some"])
+def test_what_is_shown_between_microbatches_is_no_part_of_the_gradient(wiping: str | None) -> None:
+    """To the bit, whatever a script's `zero_grad` does with it; a gradient of the script's own is refused as before."""
+    torch.manual_seed(0)
+    model, found = Net(), []
+    shown = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    parameters = list(model.parameters())
+    for shows in (False, True):
+        gradients = unsummed(model)
+        assert isinstance(gradients, VisibleGradients)
+        assert not shows or gradients.show_between(shown)
+        gradients.start()
+        for last in (False, False, True):
+            with gradients.backward(last=last):
+                model(torch.zeros(2, 4, dtype=torch.int64)).square().sum().backward()
+            if shows and not last:
+                assert all(p.grad is each for p, each in zip(parameters, shown.values(), strict=True))
+                model.zero_grad(set_to_none=True) if wiping == "to None" else None
+                model.zero_grad(set_to_none=False) if wiping == "to zero" else None
+                parameters[0].grad = torch.zeros_like(parameters[0]) if wiping == "some" else parameters[0].grad
+        found.append((float(gradients.reduce()), found_in(model)))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    gradients.start()
+    with gradients.backward(last=False):
+        model(torch.zeros(2, 4, dtype=torch.int64)).square().sum().backward()
+    parameters[1].grad = torch.ones_like(parameters[1])
+    with pytest.raises(UserCodeError, match="is not empty before"), gradients.backward(last=True):
+        pass

@@ -241,7 +241,7 @@ def _read_items(
         seeded = read if changed is None else partial(_read_item, read, _augmented(changed, place))
         items.append(_guarded(seeded, index, where=where))
     whole = partial(where_of, ids, positions)
-    stacked = _stacked(items) if own is None else own.stacked(items)
+    stacked = _guarded(_stacked if own is None else own.stacked, items, where=whole)
     if stacked is not None:
         return _guarded(partial(collate_stacked, positions=positions, denominator=denominator), stacked, where=whole)
     parse = parse_sample if own is None else own.sample_of

@@ -272,8 +272,10 @@ def side_by_side(items: Sequence[Any], *, lists: bool = True) -> Tree | None:
         numbers = np.array(items)
         return torch.from_numpy(numbers) if numbers.dtype in _NUMBERS else None
     if kind is np.ndarray or issubclass(kind, np.generic):
-        alike = first.dtype in _NUMBERS and len(set(map(_form_of, items))) == 1
-        return torch.from_numpy(np.stack(items)) if alike else None
+        if first.dtype not in _NUMBERS or len(set(map(_form_of, items))) > 1:
+            return None
+        # in order, whatever that of the arrays (transposed images): loops may take views of a batch
+        return torch.from_numpy(np.stack(items, out=np.empty((len(items), *first.shape), first.dtype)))
     if kind is dict and first and all(each.keys() == first.keys() for each in items):
         branches = _each_side_by_side(([each[key] for each in items] for key in first), lists=lists)
         return None if branches is None else dict(zip(map(str, first), branches, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -32,8 +32,8 @@ from shoal.topology.holding import Holding, Ranks
 # Without an exchange there is no bucket to fill, and so no copy and no hook. Autograd hands over a fresh tensor where
 # `.grad` is None, and adds to it in later microbatches. What a plain loop does stays as cheap here as it is there.
 #
-# Between two microbatches of a step `.grad` of every parameter is None: the sum is kept here, and goes back before the
-# next backward. A script's `zero_grad` cannot wipe it.
+# Between two microbatches of a step `.grad` of every parameter is None, or what a script is to see there: the sum is
+# kept here, and goes back before the next backward. A script's `zero_grad` cannot wipe it.
 
 
 class UnsummedGradients(OfWholeParameters):
@@ -52,6 +52,7 @@ class UnsummedGradients(OfWholeParameters):
         self._norm = JointNorm(counted) if counted else None
         self._device = home_of([each.parameter for each in trained[:1]], replica)
         self._sums: list[Tensor | None] | None = None
+        self._between: list[Tensor | None] = [None] * len(trained)
         self._gradients: list[Tensor] = []
         self._held: list[Any] = []
 
@@ -68,9 +69,13 @@ class UnsummedGradients(OfWholeParameters):
         if self.own.open:
             self._look()
         if not last:
-            self._sums = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+            self._sums = gradients_of(self._parameters)
+            for parameter, shown in zip(self._parameters, self._between, strict=True):
+                parameter.grad = shown
+
+    def show_between(self, shown: Mapping[str, Tensor]) -> bool:
+        self._between = [shown.get(trained.holding.name) for trained in self._trained]
+        return True
 
     def schedule(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -110,8 +115,9 @@ class UnsummedGradients(OfWholeParameters):
         return global_norm(own, self._replica, device=self._device)
 
     def _give_back(self) -> None:
-        """What earlier microbatches have added up."""
-        if any(map(is_not, gradients_of(self._parameters), repeat(None))):
+        """What earlier microbatches have added up, in the place of what was shown since."""
+        shown = repeat(None) if self._sums is None else self._between
+        if any(map(is_not, gradients_of(self._parameters), shown)):
             self._take_empty()
         if self._sums is not None:
             for parameter, gradient in zip(self._parameters, self._sums, strict=True):
@@ -120,10 +126,11 @@ class UnsummedGradients(OfWholeParameters):
 
     def _take_empty(self) -> None:
         """Takes away what a script has put there; raises `UserCodeError` for a gradient of its own."""
-        for trained in self._trained:
-            if trained.parameter.grad is not None:
-                check_empty(trained.holding.name, trained.parameter.grad)
-                trained.parameter.grad = None
+        for trained, shown in zip(self._trained, self._between, strict=True):
+            gradient = trained.parameter.grad
+            if gradient is not None and gradient is not shown:
+                check_empty(trained.holding.name, gradient)
+            trained.parameter.grad = None
 
     def _filled(self) -> list[Tensor]:
         """The gradient of every parameter; zero where the backward came to none."""

@@ -131,6 +131,12 @@ class VisibleGradients(Gradients, Protocol):
         """Whether the optimizers of several ranks have pieces of the gradient."""
         ...
 
+    def show_between(self, shown: Mapping[str, Tensor]) -> bool:
+        """From now on `.grad` of these parameters is `shown` between two microbatches, and not None: whether it will
+        be. Else it is left to the caller, who takes them away before the next backward.
+        """
+        ...
+
     def measured(self) -> Tensor:
         """The 2-norm of the owned `.grad` as they are now, that of the whole model, a scalar. Every rank calls it where
         the gradient is divided.
@@ -196,6 +202,10 @@ class OverReplica:
         """See `VisibleGradients`."""
         own = _gradients_in(self.owned)
         return self._norm_now(own, self._in_loops(own))
+
+    def show_between(self, shown: Mapping[str, Tensor]) -> bool:
+        """See `VisibleGradients`."""
+        return False
 
     def clip(self, limit: float, *, believed: float, written: bool) -> float:
         """See `VisibleGradients`. What nobody has written is read once: it is multiplied while it is measured."""

@@ -15,7 +15,8 @@ Note: short gradients
 ---------------------
 A model has many, and what Python does for each takes longer than its copy. So hooks only note what is ready, until
 `TOGETHER_BYTES` of it wait or a bucket is full, and one call copies all of it. Buckets that are lent take each gradient
-at once: memory is short there, and a parameter that ZeRO-3 has released is slow to be asked.
+at once: memory is short there, and a parameter that ZeRO-3 has released is slow to be asked. So are gradients whose
+memory something else has, too, as a function's that returns views of one buffer and writes the next layer's into it.
 
 Note: `.grad` between two microbatches
 --------------------------------------
@@ -60,6 +61,8 @@ _requires_grad = attrgetter("requires_grad")
 _HELD = ContextVar("_HELD", default=False)
 TOGETHER_BYTES = 1 << 20
 """Gradients wait for others until they have so many bytes."""
+HOLDERS = 2
+"""What holds the memory of a gradient that nothing else has: itself, and Python's object of it."""
 
 
 @contextmanager
@@ -125,6 +128,13 @@ def check_empty(name: str, gradient: Tensor) -> None:
             "has left numbers there, which would be lost. Make them part of the loss that run.backward() gets, or call "
             "zero_grad() after your own backward()"
         )
+
+
+def _is_shared(gradient: Tensor | None) -> bool:
+    """Could something else write into its memory before it is copied?"""
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > HOLDERS
 
 
 @dataclass
@@ -254,7 +264,7 @@ class Reducer:
     def _filled_by_backward(self, index: int, parameter: Parameter) -> None:
         self._ready.append(index)
         self._ready_bytes += parameter.nbytes
-        if self._ready_bytes >= self._together_bytes:
+        if self._ready_bytes >= self._together_bytes or (index not in self._filled and _is_shared(parameter.grad)):
             self._take_ready()
         if index in self._fired:
             raise UserCodeError(

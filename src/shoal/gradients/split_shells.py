@@ -300,6 +300,9 @@ class SplitGradients:
     def scale(self, factor: float | Tensor) -> None:
         self.inner.scale(factor)
 
+    def show_between(self, shown: Mapping[str, Tensor]) -> bool:
+        return False  # the script sees shells, and not what is added up
+
     def measured(self) -> Tensor:
         return self.inner.measured()
 

@@ -94,6 +94,7 @@ class Player:
         self._deferred: Tensor | None = None
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
         self._placeholders = {name: placeholder(name, parameter) for name, parameter in trained.items()}
+        self._places = not gradients.show_between(self._placeholders)
         self._seen = SeenGradients()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._changed_by_hooks: list[str] = []
@@ -213,10 +214,10 @@ class Player:
             yield
         if last:
             self.agree(hooked)
-            return
-        for name, parameter in self._trained.items():
-            parameter.grad = self._placeholders[name]
-        self._placed = True
+        elif self._places:
+            for name, parameter in self._trained.items():
+                parameter.grad = self._placeholders[name]
+            self._placed = True
 
     def clip(self, max_norm: float) -> float | None:
         """Scales the step's gradient down to the 2-norm `max_norm`, and returns the norm it had; None before the last
