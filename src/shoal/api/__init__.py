@@ -28,7 +28,7 @@ from shoal.assembly.start import RANK, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, dumps, read, tables_of
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
-from shoal.files import leave_without_collection, temporary_folder
+from shoal.files import temporary_folder
 from shoal.launcher.environment import Place, place_from
 from shoal.launcher.forks import forked_ranks
 from shoal.launcher.own_script import (
@@ -309,7 +309,6 @@ def _run_ranks(
             environ=environ,
             planner=LOOKING if patience == NOTHING_KEPT else PLANNER,
         )
-    leave_without_collection()
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:

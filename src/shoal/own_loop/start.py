@@ -29,7 +29,6 @@ from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
 from shoal.errors import ConfigError, DataError, ShoalError, UsageError
-from shoal.files import leave_without_collection
 from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.forks import forked_ranks
 from shoal.launcher.lock import RunLock
@@ -182,7 +181,6 @@ def start_own_loop(
                             run_file, command(), _never,
                             directory=directory, file=file, planner=planner, environ=environ,
                         )  # fmt: skip
-                        leave_without_collection()
                         sys.exit(int(code))
         place = place or ALONE
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
@@ -248,7 +246,6 @@ def _training(
     sinks.start(run_start(opened))
     comparison = None if compared is None else compared(opened)
     training = Training(opened, job, stack, comparison, compiled=compiled)
-    leave_without_collection()
     atexit.register(_close_at_exit, training, stack)
     return training
 
