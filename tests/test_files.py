@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,25 @@ def test_the_cache_lies_where_the_environment_says():
     """`SHOAL_CACHE` wins; unset or empty, it is the home folder's cache."""
     assert cache_folder({"SHOAL_CACHE": "/somewhere"}) == Path("/somewhere")
     assert cache_folder({}) == cache_folder({"SHOAL_CACHE": ""}) == Path.home() / ".cache" / "shoal"
+
+
+HOLDS = """
+from shoal.files import leave_without_collection
+
+class Log:
+    def __init__(self, path):
+        self.file = open(path, "w")
+        self.write = self.line  # of itself: only a collection finds that nothing else refers to it
+
+    def line(self, text):
+        self.file.write(text)
+
+leave_without_collection()
+log = Log({path!r})
+log.write("the last line")
+"""
+
+
+def test_files_are_written_where_the_last_collection_is_left_out(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", HOLDS.format(path=str(tmp_path / "log.txt"))], check=True)
+    assert (tmp_path / "log.txt").read_text() == "the last line"

@@ -224,6 +224,8 @@ def test_a_loop_learns_under_any_agreement(keys: tuple[str, ...], tmp_path: Path
          "backward() was called in another thread than the one that took the batch"),
         (("for x, y", "shoal.start(model=model, optimizer=optimizer, data=data, steps=1)\nfor x, y"),
          "shoal.start was called again in a rank of run 'mine'"),
+        (("for x, y", "shoal.train({'run': {'name': 'next', 'steps': 1}}, model=model, data=data)\nfor x, y"),
+         "shoal.train was called in a rank of run 'mine'"),
         (("    optimizer.step()\n", "    optimizer.step()\n    optimizer.param_groups[0]['lr'] *= 0.9\n"),
          "the learning rate changed behind microbatch 1 of 3, in the middle of an update"),
         (("optimizer=optimizer", "optimizer=(optimizer, torch.optim.SGD(model[0].parameters(), lr=1))"),

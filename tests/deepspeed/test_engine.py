@@ -127,6 +127,8 @@ OF_OTHER_STYLE = {
         "import argparse, json\nimport shoal.deepspeed as deepspeed\n"
         "args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args("
         "['--deepspeed', '--deepspeed_config', 'ds.json'])\ndeepspeed.init_distributed()\n"
+        "import os\nplace = (deepspeed.comm.get_rank(), torch.distributed.get_world_size())\n"
+        "assert place == (int(os.environ['RANK']), 2)\n"
     ),
     "engine, optimizer": (
         "del config['optimizer'], config['scheduler'], config['train_micro_batch_size_per_gpu']\n"
@@ -174,6 +176,24 @@ def test_a_killed_script_goes_on(stage: int, plain: Path, tmp_path: Path) -> Non
     assert said(tmp_path)["resumed"] is not None
 
 
+def test_a_loop_that_begins_with_its_own_epoch_goes_on(plain: Path, tmp_path: Path) -> None:
+    """It saves the number of the epoch, and begins with the one behind it, as scripts of DeepSpeed's do."""
+    file, text = script(tmp_path, ENGINE), ""
+    for old, new in {
+        "range(2)": "range(said['epoch'] + 1 if said else 0, 2)",
+        'engine.save_checkpoint("saved", client_state={"norms": norms})': (
+            "if len(norms) % 6 == 0: engine.save_checkpoint('saved', client_state={'norms': norms, 'epoch': epoch})"
+        ),
+    }.items():
+        text = text or file.read_text()
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    assert run_script(file, tmp_path, world=2, dies_at=17) != [0, 0]
+    assert run_script(file, tmp_path, world=2) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    check_like_plain(tmp_path, plain)
+
+
 def test_a_script_that_came_to_its_end_trains_nothing_more(tmp_path: Path) -> None:
     file = script(tmp_path, ENGINE)
     assert run_script(file, tmp_path, world=1) == [0]
@@ -196,6 +216,10 @@ def test_verify_proves_a_script(tmp_path: Path) -> None:
         (('"stage": 0', '"stage": 7'), "zero_optimization.stage"),
         (('load_checkpoint("saved")', 'load_checkpoint("saved", load_module_only=True)'), "resumed as a whole"),
         (("engine.step()", "engine.save_checkpoint('saved'); engine.step()"), "in the middle of a step"),
+        (
+            ("config = {", "deepspeed.init_distributed()\ntorch.distributed.barrier()\nconfig = {"),
+            "ranks are connected by initialize()",
+        ),
         (("deepspeed.initialize(", "deepspeed.zero.Init(); deepspeed.initialize("), "leave zero.Init"),
     ],
 )

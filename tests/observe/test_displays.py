@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from shoal.observe.sink import Ending, RunStart, Sink
+from shoal.observe.sink import EVALUATING, Ending, RunStart, Sink
 from shoal.observe.terminal import LiveDisplay, PlainDisplay, display_on
 from tests.observe.streams import VALUES, Clock, Terminal
 from tests.waiting import HANG_S
@@ -200,3 +200,22 @@ def _read(descriptor: int, *, until: tuple[bytes, ...]) -> bytes:
             except OSError:  # the other side is closed
                 break
     return output
+
+
+def test_the_last_step_has_one_line_with_its_own_evaluation() -> None:
+    """Although its line is due before it is evaluated, and the held-out loss of an earlier step is there."""
+    stream, clock = io.StringIO(), Clock()
+    display = PlainDisplay(stream, every_s=5.0, clock=clock)
+    display.start(RunStart(name="run", total_steps=2))
+    display.record(1, VALUES, time_s=0.0)
+    display.record(1, {"loss/eval": 3.5}, time_s=0.0)
+    clock.now_s = 6.0
+    display.record(2, VALUES, time_s=0.0)
+    display.activity(EVALUATING)
+    display.activity("")
+    display.record(2, {"loss/eval": 2.5}, time_s=0.0)
+    display.activity("waiting until the checkpoint is written")
+    display.finish(FINISHED)
+    last = [line for line in stream.getvalue().splitlines() if line.startswith("step 2/2")]
+    assert len(last) == 1
+    assert "held out 2.500" in last[0]

@@ -8,8 +8,6 @@ torchrun and srun alike.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 import sys
@@ -42,6 +40,7 @@ from shoal.launcher.own_script import (
     ScriptCheck,
     own_command,
     reads_for,
+    refuse_second,
     script_check,
 )
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
@@ -93,6 +92,7 @@ def train(
     A rank itself ends with its own code, and does not return.
     """
     with _refusals_said():
+        refuse_second("shoal.train", os.environ)
         if (check := script_check(os.environ)) is not None:
             _checked(check, config, overrides, {"model": model, "data": data, "loss": loss})
         return _trained(config, with_flag(overrides, resume), model=model, data=data, loss=loss)
@@ -121,6 +121,7 @@ def verify(
     and get from those before it what they have found.
     """
     with _refusals_said():
+        refuse_second("shoal.verify", os.environ)
         return _verified(config, overrides, {"model": model, "data": data, "loss": loss}, steps=steps, exact=exact)
 
 
@@ -308,7 +309,6 @@ def _run_ranks(
             environ=environ,
             planner=LOOKING if patience == NOTHING_KEPT else PLANNER,
         )
-    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:

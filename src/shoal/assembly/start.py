@@ -23,7 +23,7 @@ from shoal.assembly.failed_run import alerts, largest_tensors, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
-from shoal.files import refused_file, temporary_folder
+from shoal.files import leave_without_collection, refused_file, temporary_folder
 from shoal.launcher.devices import ONE_RANK_DEVICES, gpus, too_few_gpus
 from shoal.launcher.environment import Place, place_from
 from shoal.launcher.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
@@ -92,6 +92,7 @@ def run(
     written there. In a `lab` there are as many ranks as it has. Raises `UsageError` and `EnvironmentFault` before any
     process has started.
     """
+    leave_without_collection()
     writes = patience != NOTHING_KEPT
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file.run, place)
@@ -283,6 +284,7 @@ def in_rank(place: Place, environ: Mapping[str, str], advice: Callable[[], str] 
     `advice` says what would free memory, to a rank that ran out of it under another launcher than Shoal's own, which
     says it itself.
     """
+    leave_without_collection()
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import sys
 from typing import Annotated
 
@@ -29,7 +27,7 @@ from shoal.cli import (
 )
 from shoal.cli.arguments import Verbs
 from shoal.errors import ShoalError
-from shoal.files import refused_file
+from shoal.files import leave_without_collection, refused_file
 from shoal.standard_output import escape_controls
 
 app = typer.Typer(
@@ -86,7 +84,7 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """The `shoal` command."""
-    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
+    leave_without_collection()
     try:
         app()
     except ShoalError as error:

@@ -18,11 +18,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch.distributed as comm
+
 from shoal.deepspeed.engine import Engine, initialize
 from shoal.deepspeed.loader import RepeatingLoader
+from shoal.deepspeed.ranks import know_rank
 from shoal.errors import UserCodeError
 
-__all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "comm", "init_distributed", "initialize"]
 
 ABSENT = {
     "zero": "parameters are divided when the run begins, so leave zero.Init() out; engine.full_parameters() stands for "
@@ -32,7 +35,6 @@ ABSENT = {
     "ops": "give an optimizer of torch.optim, or its type in the JSON file",
     "checkpointing": "call torch.utils.checkpoint, or set memory.recompute",
     "init_inference": "Shoal trains; save_16bit_model writes the weights for whoever serves them",
-    "comm": "call torch.distributed behind initialize(), which connects the ranks",
     "OnDevice": "build the model on the host: the run brings it to the device",
     "get_accelerator": "ask engine.device, or torch.accelerator",
 }
@@ -58,4 +60,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Nothing: `initialize` connects the ranks."""
+    """`torch.distributed.get_rank()` and `get_world_size()` answer from now on. `initialize` connects the ranks: a
+    collective before it is refused.
+    """
+    know_rank()

@@ -24,6 +24,7 @@ import shoal
 from shoal.deepspeed.config import Batches, Settings, batches_of, settings_of
 from shoal.deepspeed.loader import Loader
 from shoal.deepspeed.optimizers import optimizer_of
+from shoal.deepspeed.ranks import let_go
 from shoal.deepspeed.rates import schedule_of
 from shoal.errors import UsageError, UserCodeError
 from shoal.launcher.environment import ALONE, place_from
@@ -118,12 +119,13 @@ def _planned(
     said = said_by(tables, keys)
     step = said.get("batch", {}).get("global_samples") or settings.train or settings.micro or loader or 1
     ranks = ranks_of(tables, keys, file="shoal.deepspeed.initialize", step=step, data=data)
-    batches = batches_of(settings, ranks=ranks, loader=loader)
+    layout = said.get("layout", {})
+    batches = batches_of(settings, ranks=max(1, ranks // layout.get("tensor", 1)), loader=loader)
     if (asked := said.get("batch", {}).get("global_samples", batches.step)) != batches.step:
         raise UsageError(f"batch.global_samples = {asked}, and the JSON file says {batches.step}: set train_batch_size")
     tables["batch"] = {"micro_samples": batches.micro, **tables.get("batch", {})}
-    if settings.zero and ranks > 1 and not said.get("layout"):
-        tables["layout"] = {"shard": ranks}
+    if settings.zero and ranks > 1 and not layout.keys() & {"shard", "replicate"}:
+        tables["layout"] = {**tables.get("layout", {}), "shard": max(1, ranks // layout.get("tensor", 1))}
     if settings.zero and ranks > 1:
         tables["memory"] = {"zero": settings.zero, **tables.get("memory", {})}
     return tables, keys, batches
@@ -139,6 +141,7 @@ def _begun(
     tables: Mapping[str, Any],
     keys: Sequence[str],
 ) -> tuple[Engine, torch.optim.Optimizer, Loader, Any]:
+    let_go()
     kept = _Kept()
     state: dict[str, Any] = {"engine": kept, **({} if scheduler is None else {"scheduler": scheduler})}
     run = shoal.start(
@@ -160,12 +163,8 @@ def _begun(
     samples = len(loader.sampler) if hasattr(loader.sampler, "__len__") else None  # pyright: ignore[reportArgumentType]
     if samples is not None and loader.drop_last:
         samples -= samples % batches.step
-    return (
-        engine,
-        optimizer,
-        Loader(engine, samples=samples, step=batches.step, accumulation=batches.accumulation),
-        scheduler,
-    )
+    engine.batches = Loader(engine, samples=samples, step=batches.step, accumulation=batches.accumulation)
+    return engine, optimizer, engine.batches, scheduler
 
 
 class _Kept:
@@ -197,6 +196,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
+        self.batches: Loader | None = None
         self.run, self.optimizer, self.lr_scheduler = run, optimizer, scheduler
         self.micro_steps, self._norm = 0, None
         self._settings, self._batches, self._kept = settings, batches, kept
@@ -284,6 +284,23 @@ class Engine(nn.Module):
         """The 2-norm of the newest step's gradient, before it was clipped; None before the first update."""
         return self._norm
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has not, the script's model has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or not hasattr(self.module, name):
+                raise
+            return getattr(self.module, name)
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the run computes in bfloat16."""
+        return self._settings.precision == "bfloat16"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the run computes in float16, by a loss scale."""
+        return self._settings.precision == "float16"
+
     def get_lr(self) -> list[float]:
         """The rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -340,6 +357,9 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """(where, client state) of the checkpoint from which the run has been resumed; (None, None) for a new run.
 
+        A client state that has an epoch, by a key such as "epoch", is that of a loop that begins with it: the loader
+        then begins with the open epoch, and else passes over those before it without a batch.
+
         A run is resumed as a whole when it begins, from its newest checkpoint. Raises `UserCodeError` where `tag` names
         another one, for a part of a checkpoint, and for a folder of DeepSpeed's own.
         """
@@ -359,6 +379,8 @@ class Engine(nn.Module):
                 f"load_checkpoint(tag={tag!r}): the run stands at step {self.run.steps_done}, saved as "
                 f"{self._kept.tag or 'none'}, its newest checkpoint, and goes on there: leave the tag out"
             )
+        if self.batches is not None and any("epoch" in name.lower() for name in self._kept.client):
+            self.batches.begin_here()
         return str(Path(load_dir) / self._kept.tag), dict(self._kept.client)
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
@@ -378,6 +400,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Ends the run: it is finished, whatever step it has come to. So does the end of the script."""
         self._kept.over = True
+        if self.batches is not None:
+            self.batches.close()
         self.run.end()
         self.run.close()
 

@@ -30,7 +30,7 @@ from shoal.engine.updates import OnGradients
 from shoal.errors import EnvironmentFault, Stopped, UserCodeError
 from shoal.observe.device_use import DeviceUse
 from shoal.observe.goodput import RATE, Scaling
-from shoal.observe.sink import Sinks
+from shoal.observe.sink import EVALUATING, Sinks
 
 # Hooks: a user's functions, called after each step, evaluation and save with a small read-only record.
 #
@@ -364,7 +364,7 @@ def _evaluate(job: Job) -> bool:
     job.step.settle()
     measured: Mapping[str, float] = {}
     if job.evaluate is not None:
-        job.sinks.activity("evaluating")
+        job.sinks.activity(EVALUATING)
         measured = job.evaluate()
         job.sinks.activity("")
     values = job.hooks.evaluated(job.progress.step, measured)

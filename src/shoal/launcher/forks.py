@@ -46,6 +46,7 @@ FORKS = "SHOAL_FORKS"
 """Of which process they are forks; by rank, the process and the descriptor by which it is reached."""
 SEEN_FROM_THE_START = re.compile(
     r"\w*RANK\b|WORLD_SIZE|getpid|getppid|atexit|tempfile|mkdtemp|process_index|is_(?:local_)?main_process|is_last_process"
+    r"|init_distributed"
 )
 """What a script may do before its call that has another outcome in a rank than in the process that it is a fork of."""
 _OPENMP = re.compile(r"/lib(?:gomp|i?omp5?)[-.][^/]*$")

@@ -41,6 +41,8 @@ TRIAL = "SHOAL_TRIAL"
 """The run file of a trial: the script trains by it in the place of its run of the directory `TRIAL_OF`, and ends; it
 passes over its other runs."""
 TRIAL_OF = "SHOAL_TRIAL_OF"
+STARTED = "SHOAL_STARTED"
+"""Of which run of `shoal.start` this process is a rank: its own number, and the run's name."""
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
 _IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
@@ -55,6 +57,24 @@ class Reached(BaseException):
     def __init__(self, data: Any) -> None:
         super().__init__("the script came to its call of Shoal")
         self.data = data
+
+
+def refuse_second(call: str, environ: Mapping[str, str]) -> None:
+    """Raises `UsageError` for this `call` in a process that is a rank of a run of `shoal.start`."""
+    pid, _, name = environ.get(STARTED, "").partition(" ")
+    if pid != str(os.getpid()):
+        return
+    if call == "shoal.start":
+        raise UsageError(
+            f"shoal.start was called again in a rank of run {name!r}; a script has one run: pass several models and "
+            "optimizers to one call, model=(g, d), optimizer=(first, second). Several runs one after the other, as for "
+            "cross-validation, need run.processes=1 and a close() of each, or a start of the script for each"
+        )
+    raise UsageError(
+        f"{call} was called in a rank of run {name!r}, and would start ranks of its own: what follows shoal.start runs "
+        f"in the ranks alone. Call {call} before it or in a script of its own, or set run.processes=1 and close() the "
+        "first run"
+    )
 
 
 def own_command() -> list[str]:

@@ -78,6 +78,8 @@ def ending_in(facts: Mapping[str, Any]) -> Ending | None:
     )
 
 
+EVALUATING = "evaluating"
+"""The activity whose figures are recorded behind it."""
 OPEN_END = 10**9
 """The `run.steps` of a run whose loop alone knows which step is its last."""
 

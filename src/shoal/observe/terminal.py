@@ -23,7 +23,7 @@ from rich.text import Text
 from shoal import units
 from shoal.observe.events import read_events
 from shoal.observe.goodput import goodput_of
-from shoal.observe.sink import Ending, RunStart, Sink
+from shoal.observe.sink import EVALUATING, Ending, RunStart, Sink
 from shoal.observe.status import BETWEEN, Status
 from shoal.standard_output import escape_controls
 
@@ -230,14 +230,15 @@ class PlainDisplay(Sink):
             self._status.membership = run.membership
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
-        """Prints the step where it is due or was evaluated. A loop may tell of an evaluation before the step
-        is over: its line waits for the step's own values.
+        """Prints the step where it is due or was evaluated. A loop may tell of an evaluation before the step is over:
+        its line waits for the step's own values. That of the last step waits for what follows it.
         """
         if self._status is None:
             return
         self._status.update(step, values, time_s=time_s)
         self._evaluated |= "loss/eval" in values
-        if self._status.step == step and (self._evaluated or self._is_due()):
+        due = self._is_due() and step < self._status.run.total_steps
+        if self._status.step == step and (self._evaluated or due):
             self._evaluated = False
             self._print_step()
 
@@ -253,7 +254,8 @@ class PlainDisplay(Sink):
         status = self._status
         over = status if status is not None and status.step >= status.run.total_steps else None
         if text and (status is None or over or self._is_due()):
-            if over is not None and over.step != self._printed_step and over.values:
+            shown = over is None or over.step == self._printed_step or not over.values
+            if over is not None and not shown and text != EVALUATING:  # whose figures stand in that line
                 self._print_step()
             self._say(text)
             self._printed_s = self._clock()

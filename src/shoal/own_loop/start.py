@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -33,7 +32,7 @@ from shoal.errors import ConfigError, DataError, ShoalError, UsageError
 from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.forks import forked_ranks
 from shoal.launcher.lock import RunLock
-from shoal.launcher.own_script import ScriptCheck, script_check
+from shoal.launcher.own_script import STARTED, ScriptCheck, refuse_second, script_check
 from shoal.launcher.supervision import say
 from shoal.observe.facts import write_facts
 from shoal.own_loop.comparison import Comparison, comparable, start_as_plain
@@ -138,10 +137,6 @@ def data_named(run_file: RunFile) -> Dataset:
     return data_of(run_file, UserObjects())
 
 
-STARTED = "SHOAL_STARTED"
-"""Of which run this process is a rank: its own number, and the run's name."""
-
-
 def start_own_loop(
     tables: Mapping[str, Any],
     overrides: Sequence[str],
@@ -158,7 +153,7 @@ def start_own_loop(
     over, by the names of `UserObjects`.
     """
     try:
-        _refuse_second(os.environ)
+        refuse_second("shoal.start", os.environ)
         check_alone()
         data, loader = data_of_script(objects["data"])
         intent, keys = intent_of(overrides)
@@ -186,7 +181,6 @@ def start_own_loop(
                             run_file, command(), _never,
                             directory=directory, file=file, planner=planner, environ=environ,
                         )  # fmt: skip
-                        atexit.register(gc.freeze)  # as below: this process has imported torch, too
                         sys.exit(int(code))
         place = place or ALONE
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
@@ -252,7 +246,6 @@ def _training(
     sinks.start(run_start(opened))
     comparison = None if compared is None else compared(opened)
     training = Training(opened, job, stack, comparison, compiled=compiled)
-    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     atexit.register(_close_at_exit, training, stack)
     return training
 
@@ -289,17 +282,6 @@ def _marked(run_file: RunFile, place: Place, environ: MutableMapping[str, str]) 
     finally:
         if place is ALONE:
             environ.pop(STARTED, None)
-
-
-def _refuse_second(environ: Mapping[str, str]) -> None:
-    """Raises `UsageError` in a process that is a rank of a run already."""
-    pid, _, name = environ.get(STARTED, "").partition(" ")
-    if pid == str(os.getpid()):
-        raise UsageError(
-            f"shoal.start was called again in a rank of run {name!r}; a script has one run: pass several models and "
-            "optimizers to one call, model=(g, d), optimizer=(first, second). Several runs one after the other, as for "
-            "cross-validation, need run.processes=1 and a close() of each, or a start of the script for each"
-        )
 
 
 def _leave_through(stack: ExitStack) -> None:
