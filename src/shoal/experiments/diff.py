@@ -20,9 +20,9 @@ from shoal.config.load import read
 from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
 from shoal.files import cache_folder
+from shoal.launcher.allocator import MMAP, TRIM
 from shoal.launcher.children import wait_for
 from shoal.launcher.lock import FILE_NAME as LOCK_NAME
-from shoal.launcher.warm import MMAP, TRIM
 from shoal.observe.busy import busy
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import differing_keys, read_facts, recorded_run_file
