@@ -33,7 +33,7 @@ from shoal.memory.tracker import SavedActivations, measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.parallel.context.core import positions
-from shoal.parallel.context.cores import KINDS, put_context
+from shoal.parallel.context.kinds import KINDS, put_context
 
 LONG_MODEL = GPTConfig(layers=2, width=32, heads=4)
 ABOVE_THE_SHARE = 1.1

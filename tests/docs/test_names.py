@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -22,6 +23,13 @@ SUFFIXES = {"html", "json", "jsonl", "md", "png", "py", "safetensors", "toml"}
 OF_PLAIN_OBJECTS = {"data.feed", "elastic.run", "model.generate", "model.model", "optimizer.state"}
 """Of a module of Shoal's, of Horovod, and of a script's own model and optimizer."""
 SPARSITY = "sparsity"
+SOURCES = sorted([*ROOT.glob("src/shoal/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
+ROOMS = sorted(path.stem for path in (ROOT / "src/shoal").iterdir() if path.is_dir() or path.suffix == ".py")
+PLACE = re.compile(rf"(?<![\w./-])(?:src/shoal/)?((?:{'|'.join(ROOMS)})/[\w/]+\.(?:py|c|h|js))\b")
+TEST_OR_BENCHMARK = re.compile(r"(?<![\w./-])((?:tests|benchmarks|recipes)/[\w/]+\.(?:py|toml|cpp|sh))\b")
+DOTTED = re.compile(r"\bshoal((?:\.[a-z]\w*)+)")
+OF_NO_MODULE = {"shoal.json"}
+"""A file name that ends like a module's."""
 
 
 def prose(page: Path) -> str:
@@ -114,3 +122,74 @@ def test_what_brings_parts_of_shoal_is_there() -> None:
             lost += [] if place.with_suffix(".py").exists() or (place / "__main__.py").exists() else [module]
         lost += [one for one in set(re.findall(r"\bSHOAL_[A-Z_]+", text)) if f'"{one}"' not in sources]
     assert lost == []
+
+
+def is_module(dotted: str) -> bool:
+    """Whether this is a room, a module, or a name that a module or the package defines."""
+    place = ROOT / "src/shoal"
+    for name in dotted.split(".")[1:]:
+        if (place / name).is_dir():
+            place /= name
+        elif (place / f"{name}.py").exists():
+            return True
+        else:
+            defined = (place / "__init__.py").read_text(encoding="utf-8")
+            return re.search(rf"\b{name}\b", defined) is not None
+    return True
+
+
+def lost_places(text: str) -> list[str]:
+    """What the text names of files and modules and is not there: `parallel/split.py`, `shoal.parallel.split`."""
+    lost = [one for one in PLACE.findall(text) if not (ROOT / "src/shoal" / one).exists()]
+    lost += [one for one in TEST_OR_BENCHMARK.findall(text) if not (ROOT / one).exists()]
+    dotted = {f"shoal{one}" for one in DOTTED.findall(text)} - OF_NO_MODULE
+    return lost + sorted(one for one in dotted if not is_module(one))
+
+
+def told(path: Path) -> str:
+    """What a page or the docstrings and comments of a source say. (Parsing a thousand files would take seconds.)"""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    return "\n".join(
+        [*re.findall(r'"""(.*?)"""', text, flags=re.DOTALL), *re.findall(r"^ *#.*", text, flags=re.MULTILINE)]
+    )
+
+
+def test_files_and_modules_in_pages_and_docstrings_are_there() -> None:
+    """A file that moves is named by its new place everywhere."""
+    pages = [*PAGES_AND_README, ROOT / "CONTRIBUTING.md"]
+    lost = {str(path.relative_to(ROOT)): found for path in [*pages, *SOURCES] if (found := lost_places(told(path)))}
+    assert lost == {}
+
+
+def test_a_file_that_is_gone_is_seen() -> None:
+    """The check has teeth, for each form of a name."""
+    gone = ["parallel/gone.py", "src/shoal/sync/gone.py", "tests/docs/gone.py", "shoal.sync.gone", "shoal.gone"]
+    assert [len(lost_places(f"see `{name}`.")) for name in gone] == [1] * len(gone)
+    assert (
+        lost_places("`parallel/split.py`, `tests/docs/test_names.py`, `shoal.sync.strategy.Sync`, `shoal.start`") == []
+    )
+
+
+def test_rooms_list_files_that_they_have() -> None:
+    """The head of a room is a table: a file or several, then what they are."""
+    lost: list[str] = []
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            rows = re.findall(r"^(?: {4})?((?:\w+(?:\.py)?, )*\w+(?:\.py)?) {2,}\S", head, flags=re.MULTILINE)
+            named = [path.parent / name.removesuffix(".py") for row in rows for name in row.split(", ")]
+            lost += [str(one) for one in named if not one.exists() and not one.with_suffix(".py").exists()]
+    assert lost == []
+
+
+def test_the_architecture_has_every_room() -> None:
+    """Each folder and file of the package has its line in the tree, and is on a floor."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    tree = page.partition("```\nsrc/shoal/\n")[2].partition("```")[0]
+    lines = " ".join(line.strip().partition("   ")[0] for line in tree.splitlines())
+    floors = " ".join(re.findall(r"^\| \d+ \|.*", page, flags=re.MULTILINE))
+    rooms = [room for room in ROOMS if not room.startswith("__")]
+    assert [room for room in rooms if not re.search(rf"\b{room}\b", lines)] == []
+    assert [room for room in rooms if f"`{room}`" not in floors] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.experiments.diff import environment_differences
-from shoal.launcher.warm import thresholds, variables
+from shoal.launcher.allocator import thresholds, variables
 from shoal.observe.events import events_path
 from shoal.observe.facts import facts_path, read_facts
 from tests.cli.project import Project, project

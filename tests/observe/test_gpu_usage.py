@@ -10,7 +10,7 @@ import pytest
 
 from shoal.observe.device_use import EVERY_S, DeviceUse, OwnGpu, Peak
 from shoal.observe.host_usage import GpuUsage
-from shoal.observe.profile.first_step import StepWork
+from shoal.observe.profile.first_step import StepOperations
 
 # Signatures and structures are those of nvml.h.
 NVML = """
@@ -107,7 +107,7 @@ def step(seconds: float) -> dict[str, float]:
 
 def test_mfu_is_the_share_of_the_peak() -> None:
     """From the step after the one that was looked at, in proportion to the samples of each."""
-    work, told = [None, StepWork({}, 6e9, 8e9)], []
+    work, told = [None, StepOperations({}, 6e9, 8e9)], []
     use = DeviceUse(lambda: work[0], Peak(1e12, "a data sheet"), told=told.append, ranks=1)
     assert use.figures(step(1.0), samples=8, now_s=0.0) == {}
     work.reverse()
@@ -116,12 +116,12 @@ def test_mfu_is_the_share_of_the_peak() -> None:
         {"throughput/mfu": 0.06, "throughput/hfu": 0.08}
     )
     assert use.figures(step(0.1), samples=4, now_s=3.0)["throughput/mfu"] == pytest.approx(0.03)
-    assert told == [StepWork({}, 6e9, 8e9)]
+    assert told == [StepOperations({}, 6e9, 8e9)]
 
 
 def test_a_device_of_unknown_peak_has_no_mfu() -> None:
     """Nothing is guessed."""
-    use = DeviceUse(lambda: StepWork({}, 6e9, 6e9), Peak(None, "not known"), told=lambda _: None, ranks=1)
+    use = DeviceUse(lambda: StepOperations({}, 6e9, 6e9), Peak(None, "not known"), told=lambda _: None, ranks=1)
     assert [use.figures(step(0.1), samples=8, now_s=0.0) for _ in range(3)] == [{}, {}, {}]
 
 

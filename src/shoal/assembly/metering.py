@@ -27,7 +27,7 @@ from shoal.observe.device_use import DeviceUse, OwnGpu, Peak
 from shoal.observe.facts import write_facts
 from shoal.observe.goodput import Scaling, one_rank_rate
 from shoal.observe.host_usage import GpuUsage
-from shoal.observe.profile.first_step import StepLook, StepWork
+from shoal.observe.profile.first_step import StepLook, StepOperations
 from shoal.observe.sink import Sinks
 from shoal.resilience.detection import Lasting, Stragglers
 from shoal.topology.devices import known_device
@@ -153,7 +153,7 @@ def device_use(run: Run, directory: Path, sinks: Sinks) -> DeviceUse:
     if isinstance(run.step.context.forward_backward, SequentialForwardBackward):
         run.step.compute.announces.append(lambda _: look.microbatch())
 
-    def told(work: StepWork) -> None:
+    def told(work: StepOperations) -> None:
         if not first:
             return
         device = {"flops_of_step": work.hardware_flops, "peak_flops": peak.flops_s, "peak_from": peak.source}

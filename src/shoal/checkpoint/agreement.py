@@ -167,7 +167,7 @@ class InventoryAgreement:
                 self._collected.add(whole)
 
     def _inventories(self, names: Sequence[str], whole: str) -> list[bytes]:
-        """One alone is read where it lies, however long it is."""
+        """The inventories of these names. A single one is not put together with others: it may have any length."""
         keys = [_key(name) for name in names]
         return self._collect(keys, whole) if len(keys) > 1 else self._exchange.collect(keys, self._timeout_s)
 

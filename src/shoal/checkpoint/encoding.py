@@ -49,9 +49,9 @@ Result = TypeVar("Result")
 
 
 class Made(NamedTuple):
-    """The bytes of an object, and the one on the disk that its differences begin with; no bytes: it is that one.
+    """The bytes of an object. `base` is the object on the disk from which they differ; without bytes it is that object.
 
-    Where there is one, `alone` makes the same numbers an object that begins with none. `file` has the bytes already.
+    `alone` makes an object of the same numbers that needs no base. `file` has the bytes already.
     """
 
     data: memoryview | bytes | None

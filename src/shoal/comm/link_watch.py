@@ -4,14 +4,17 @@
                   with them choose between flat rings, trees and hierarchies of hosts
     bucket size   all sizes are tried anew (`gradients.replicated`)
 
-With every step ranks agree on the shortest wait among them, that of the rank that came last and waited for the link
-alone. Where it is not what it was (`Alarm`), and in each `REGULAR`th step, they time one all-reduce. A link has changed
-if that takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain; if the
-difference over all bytes of a step is a notable part of the step; and if the timings of the next steps say so too
-(`CONFIRMED`; of a small change twice as many). Then they choose again; on a link that is back, as its all-reduce says,
-what they had chosen on it, and nothing is measured or searched. So a step pays for a message of 24 bytes; a wait that
-changed for another reason, for an all-reduce or two; and a link that changed, for the measurements of its pairs, some
-all-reduces more, and some steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
+In every step ranks agree on the shortest wait among them: that of the rank that came last, which waited for the link
+alone. When it has changed (`Alarm`), and in each `REGULAR`th step, they time one all-reduce. The link has changed where
+
+    1. it takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain,
+    2. the difference over all bytes of a step is a notable part of the step, and
+    3. the timings of the next steps agree: `CONFIRMED` in all, or twice as many for a small change.
+
+Then they choose again. On a link that is back, as its all-reduce says, they take what they had chosen on it, and
+neither measure nor search. Every step sends 24 bytes for this. A wait that changed for another reason costs an
+all-reduce or two; a link that changed costs the measurements of its pairs, some all-reduces more, and some steps with
+buckets of other sizes. Ranks that share memory have no link, and watch none.
 
 Others' work on the same cores makes an all-reduce take ten times as long, for as long as it lasts, and is no change of
 the link. Linux knows what it cost: seconds for which threads of this process could have run and no core was free

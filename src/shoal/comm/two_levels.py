@@ -1,6 +1,4 @@
-"""Hosts and their leaders: which ranks share a host, what leaders send each other and what that costs, and both
-levels as one.
-"""
+"""Collectives on two levels, inside each host and between the leaders of hosts: what leaders send, and its cost."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shoal.observe.host_usage import GpuUsage
-from shoal.observe.profile.first_step import StepWork
+from shoal.observe.profile.first_step import StepOperations
 
 EVERY_S = 5.0
 
@@ -69,15 +69,15 @@ class DeviceUse:
 
     def __init__(
         self,
-        work: Callable[[], StepWork | None],
+        work: Callable[[], StepOperations | None],
         peak: Peak,
         *,
-        told: Callable[[StepWork], None],
+        told: Callable[[StepOperations], None],
         ranks: int,
         gpu: OwnGpu | None = None,
     ) -> None:
         self._work, self._peak, self._told, self._ranks, self._gpu = work, peak, told, ranks, gpu
-        self._seen: StepWork | None = None
+        self._seen: StepOperations | None = None
         self._samples = 0.0
 
     def figures(self, values: Mapping[str, float], *, samples: float, now_s: float) -> dict[str, float]:

@@ -25,7 +25,7 @@ from shoal.comm.messages import Messages
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import EmbeddingTable, Role, Stored, roles_of, stored_in, tables_in
 from shoal.models.sample_places import Inside
-from shoal.parallel.context.cores import ContextKind, check_context, put_context
+from shoal.parallel.context.kinds import ContextKind, check_context, put_context
 from shoal.parallel.context.ring import pairs_of_ring
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages

@@ -1,18 +1,18 @@
-"""What frozen blocks at the front of a model give, kept by sample (`freeze.cache`).
+"""A cache of what the frozen blocks at the front of a model return, by sample (`freeze.cache`).
 
-It is the same in every epoch: of a batch whose samples have all been seen, these blocks are not computed. A sample is
-known by a hash of what the model is called with, so that one which is augmented otherwise is another. Autograd tells
-which blocks these are: what they give requires no gradient. Ranks that share a batch fetch from each other what they
-have kept (`KeptSamples`), because in each epoch another rank gets a sample.
+They return the same in every epoch, so for a batch whose samples have all been seen they are not computed. A sample is
+known by a hash of what the model is called with: one that is augmented in another way is another sample. Autograd tells
+which blocks these are: what they return requires no gradient. Ranks that share a batch fetch cached samples from each
+other (`KeptSamples`), because a sample goes to another rank in each epoch.
 
 A wrong gradient that nobody notices would be worse than no cache, so all that it rests on is checked:
 
-- Only the last of these blocks gives what is kept. The others give a `LeftOut`, with which nothing can be computed: a
-  model that reads it elsewhere, as a skip connection does, is refused.
+- Only the last of these blocks returns what is cached. The others return a `LeftOut`, with which nothing can be
+  computed: a model that reads it elsewhere, as a skip connection does, is refused.
 - Blocks are refused that drop features, take statistics of a batch, add to the loss, or change a buffer, and so is
   what draws a number before the last of them.
-- The first batch that is found is computed once more and compared, and so is the first whose samples came in different
-  batches before.
+- The first batch that the cache has is computed all the same and compared, and so is the first whose samples came in
+  different batches before.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Replica k starts a round at the parameters x that all replicas share, takes H steps of its own to x_k, and then all take
 one step of the outer optimizer (`outer`) along the mean of x - x_k, and go on from the new x. Replicas send H times
-fewer bytes, and a slow link holds them up once in H steps. When a round is over says `period`. Optimizer state inside
+fewer bytes, and a slow link holds them up once in H steps. `period` says when a round is over. Optimizer state inside
 replicas stays their own. Replicas may be split inside: each rank agrees on its own pieces.
 
 Persistent buffers, such as running statistics, are averaged with the parameters. After the last step of the run there

@@ -18,7 +18,9 @@ from shoal.sync.strategy import Agreed, Replica, Taken
 
 @dataclass
 class Meeting:
-    """What this replica has to tell of its steps since the last meeting. `replicas` are those at its place in each."""
+    """What this replica has to tell of its steps since the last meeting. `replicas` are the ranks at its place in each
+    replica.
+    """
 
     replica: Replica
     replicas: Collective
@@ -35,7 +37,7 @@ class Meeting:
         self.losses, self.steps = self.losses + taken.loss, self.steps + 1
 
     def hold(self, device: torch.device) -> Agreed:
-        """All replicas are here."""
+        """Averages the buffers, and exchanges what was noted since the last meeting. All replicas call it together."""
         for buffer in self.replica.buffers:
             mean = buffer.double()
             sum_over(self.replicas, [mean])

@@ -17,7 +17,7 @@ Replicas agree on a and s, so they choose alike: a is that of the replica that c
 s that of the slowest. After a change of the link the old period counts once or twice more: the median of three.
 
 With both, H is the longer one of what loss and link ask for. A young model, which rare agreements serve well, begins
-with the longest period; one that has come near its goal agrees as often as the link gives away.
+with the longest period; one that has come near its goal agrees as often as the link allows.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Under backup admission, a worker that is late skips the steps that were made wit
 Its gradient was of the version before: each part drops it by that. A rank that only serves skips every step.
 
 A worker whose gradient is not finite takes part in the update and adds nothing. Clipping is of each worker's own
-gradient. Persistent buffers, such as running statistics, are averaged over the workers at agreements; what counts
-forwards, dedicated servers and backup workers take from the first worker.
+gradient. Persistent buffers, such as running statistics, are averaged over the workers at agreements. Those that
+count forwards are each worker's own; dedicated servers and backup workers, which run fewer, take the first worker's.
 
 With a codec what workers push is coded (`comm.exchanges.coded_sum`); pulls bring parameters as they are.
 

@@ -4,7 +4,7 @@ Threads bring contributions, one for each worker; the rule of `admission` says w
 read. An update is the mean of its contributions, weighted by what their samples weigh and added in the order of the
 workers, so that the same contributions make the same bits; an asynchronous one is a share of the gradient of the global
 batch: the worker has divided it by the number of workers, and here its weight is compared with those that all sent
-last, or are about to send. All rules so move the parameters equally far for the same samples.
+last, or are about to send. So all rules move the parameters equally far for the same samples.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which rank is where: layouts and their axes, holdings, hosts, links, clusters and graphs. Pure data."""
+"""Which rank is where: layouts, their axes and holdings; devices, links and clusters, and how often they fail."""

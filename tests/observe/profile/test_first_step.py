@@ -22,14 +22,14 @@ from shoal.cost.transformer import model_flops
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.observe.profile import first_step
-from shoal.observe.profile.first_step import Attention, StepLook, StepWork, kernels_here, why_math, work_of
+from shoal.observe.profile.first_step import Attention, StepLook, StepOperations, kernels_here, why_math, work_of
 from shoal.optim.muon import OwnedMuon
 from shoal.planning.stack import transformer_of
 
 HEADS, TOKENS, FEATURES = 4, 16, 8
 
 
-def seen(step: Callable[[], Tensor]) -> StepWork:
+def seen(step: Callable[[], Tensor]) -> StepOperations:
     """What a step of this loss did, backward included."""
     look = StepLook(compiled=False)
     with look.around(nullcontext)():
@@ -229,7 +229,7 @@ def test_of_many_microbatches_a_part_is_recorded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(first_step, "ENOUGH_S", 0.0)
     recorded: list[int] = []
 
-    def work(events: Sequence[Any]) -> StepWork:
+    def work(events: Sequence[Any]) -> StepOperations:
         recorded.append(sum(event.name() == "aten::scaled_dot_product_attention" for event in events))
         return work_of(events)
 
@@ -361,7 +361,7 @@ def test_the_doctor_tries_each_type() -> None:
 
 def test_no_events_are_no_work() -> None:
     """A rank that computes nothing."""
-    assert work_of([]) == StepWork({}, 0.0, 0.0)
+    assert work_of([]) == StepOperations({}, 0.0, 0.0)
 
 
 def _refused() -> str:

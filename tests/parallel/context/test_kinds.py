@@ -17,9 +17,9 @@ from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
 from shoal.parallel.context import tiles
 from shoal.parallel.context.core import positions
-from shoal.parallel.context.cores import KINDS, check_context, put_context
 from shoal.parallel.context.fetch import FetchedAttention, fetch_of
 from shoal.parallel.context.kernels import Plain
+from shoal.parallel.context.kinds import KINDS, check_context, put_context
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 

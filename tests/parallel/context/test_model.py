@@ -21,8 +21,8 @@ from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.layers import set_sample_keys
 from shoal.parallel.context.core import positions
-from shoal.parallel.context.cores import KINDS, ContextKind, put_context
 from shoal.parallel.context.fetch import fetch_of
+from shoal.parallel.context.kinds import KINDS, ContextKind, put_context
 from shoal.parallel.context.ulysses import kv_copies
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace

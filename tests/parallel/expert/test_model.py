@@ -19,7 +19,7 @@ from shoal.models.layers import set_sample_keys
 from shoal.models.mixture import RecordRoutes, Routes, loads, mixtures_of, set_routes
 from shoal.models.router import auxiliary_total, counted_tokens, set_auxiliary
 from shoal.parallel.context.core import positions
-from shoal.parallel.context.cores import put_context
+from shoal.parallel.context.kinds import put_context
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.vocabulary import vocabulary_cross_entropy

@@ -1,15 +1,15 @@
 """`Choice`: which codec the ranks of a group use, or none, by what their link and their processors are measured to do.
 
-A look: before the first bucket of a step is filled, the ranks time an empty all-reduce and one of 256 KiB. At the first
-one each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
-numbers, and choose alike. What the last codec has not sent yet leaves with the next sum.
+In a look the ranks time an empty all-reduce and one of 256 KiB, before the first bucket of a step is filled. At the
+first look each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the
+same numbers, and choose alike. What the last codec has kept back is sent with the next sum.
 
-One look may be off by much where processes share cores: the median of three counts. While looks find nothing new they
-become rarer, `RAREST` times at most. The sums themselves show when a look is due (`Alarm`). With every step ranks agree
-on the shortest wait among them. It is that of the rank that came last, which waited for the link alone. A wait that has
-changed calls for a look at once, and that one look counts. Where it finds nothing new, such a wait is usual for a
-while, and the looks before it count again. So a link that becomes slow costs one or two steps by the old way. One that
-becomes fast saves less than a tenth of a step as long as nobody notices, and regular looks do.
+Where processes share cores, one look may be far off, so the median of three counts. While looks find nothing new they
+become rarer, `RAREST` times at most. The sums themselves show when a look is due (`Alarm`): in every step ranks agree
+on the shortest wait among them, that of the rank that came last, which waited for the link alone. When it has changed,
+ranks look at once, and that one look counts. If the look finds nothing new, such a wait is taken as usual for a while,
+and the looks before it count again. So a link that becomes slow costs one or two steps by the old way. One that becomes
+fast unnoticed would save less than a tenth of a step; regular looks find it.
 
 With error feedback a rank keeps back e of g + e. In units of the gradient that is
 

@@ -89,17 +89,17 @@ class Attention(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepOperations:
     """What one step of this rank did: its calls of attention, each with how many there were, and its operations."""
 
     attention: Mapping[Attention, int]
     model_flops: float
     hardware_flops: float
 
-    def times(self, factor: float) -> StepWork:
+    def times(self, factor: float) -> StepOperations:
         """Of so many such parts of a step."""
         calls = {call: round(factor * count) for call, count in self.attention.items()}
-        return StepWork(calls, factor * self.model_flops, factor * self.hardware_flops)
+        return StepOperations(calls, factor * self.model_flops, factor * self.hardware_flops)
 
     def facts(self) -> list[str]:
         """A line for each kind of call, the commonest first."""
@@ -149,7 +149,7 @@ _COUNTED = _CONVOLUTIONS | _BACKWARDS | PRODUCTS.keys() | {name for name in FORW
 _MATTER = (_IN_BACKWARD, _IN_UPDATE, *_COUNTED, *FORWARDS)
 
 
-def work_of(events: Iterable[Any]) -> StepWork:
+def work_of(events: Iterable[Any]) -> StepOperations:
     """Of the events of a profile with shapes."""
     calls: Counter[Attention] = Counter()
     flops: Counter[tuple[bool, bool]] = Counter()
@@ -163,7 +163,7 @@ def work_of(events: Iterable[Any]) -> StepWork:
     forward, backward, update = flops[False, False], flops[False, True], flops[True, False]
     if flops[True, True] > 0:  # the optimizer calls a closure, which computes forward and backward
         forward, backward, update = forward + update, backward + flops[True, True], 0
-    return StepWork(calls, float(min(forward + backward, 3 * forward)), float(forward + backward + update))
+    return StepOperations(calls, float(min(forward + backward, 3 * forward)), float(forward + backward + update))
 
 
 @dataclass
@@ -367,7 +367,7 @@ class StepLook:
         self._recording, self._began_s = _Recording(), 0.0
         self._microbatches, self._part = 0, 0
         self._cut: Sequence[Any] = ()
-        self.found: StepWork | None = None
+        self.found: StepOperations | None = None
 
     def microbatch(self) -> None:
         """Say so before each microbatch of a step, where one follows the other, forward and backward."""

@@ -257,7 +257,7 @@ class Rehearsal:
             raise Unlike
 
     def _fresh(self, leaves: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        """Tensors like those among `leaves`, the same one where they are the same."""
+        """`leaves` with a new tensor for each of their tensors; one that occurs twice becomes one again."""
         made: dict[int, Tensor] = {}
         with self._recorder.silent():
             for place, leaf in enumerate(leaves):

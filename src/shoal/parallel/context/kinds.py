@@ -1,4 +1,4 @@
-"""The kinds of attention cores by name, and how they take the places of a model's own attentions."""
+"""The kinds of context parallelism by name, and how their cores take the places of a model's own attentions."""
 
 from __future__ import annotations
 
