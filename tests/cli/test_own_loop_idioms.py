@@ -162,3 +162,62 @@ def test_a_buffer_counts_steps(tmp_path: Path) -> None:
     verdict = compare_script(tmp_path / "mine.py", tmp_path, *ZERO_1, "batch.micro_samples=2", world=2)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.holds, verdict.sentence()
+
+
+BROKEN_OFF = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+held_out = torch.utils.data.TensorDataset(torch.randn(9, 6), torch.zeros(9).long())
+run = shoal.start(model=model, optimizer=optimizer, data=(loader, held_out), epochs=1)
+for x, y in run.batches():
+    run.backward(F.cross_entropy(model(x), y)); optimizer.step(); optimizer.zero_grad()
+    for number, (x, y) in enumerate(run.held_out()):
+        model(x)
+        if number == 1: break
+    print("batches", number + 1)
+run.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_over_held_out_samples_is_broken_off_where_only_some_ranks_have_more(tmp_path: Path) -> None:
+    """Ranks that leave it by `break` meet nobody there, so those at its end meet nobody either."""
+    (tmp_path / "mine.py").write_text(HEAD + "model = Blocks(nn.Linear(6, 6), nn.Linear(6, 3))\n" + BROKEN_OFF)
+    assert run_script(tmp_path / "mine.py", tmp_path, *ZERO_3, world=2) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+
+
+COPIED = """
+import copy
+from torch.nn.utils import prune
+model = Blocks(prune.l1_unstructured(nn.Linear(6, 6), "weight", 0.5), nn.Linear(6, 3))
+"""
+COPIES = """
+    with run.full_parameters():
+        for block in model.blocks: block.__dict__.pop("weight", None)
+        average = copy.deepcopy(model)
+    if run.rank == 0: average(torch.randn(2, 6))
+run.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_whose_forward_has_hooks_is_called_by_one_rank_alone(tmp_path: Path) -> None:
+    """As a moving average of a pruned model: its forward has nothing to gather."""
+    (tmp_path / "mine.py").write_text(HEAD + COPIED + LOOP.replace("\nrun.close()", COPIES))
+    assert run_script(tmp_path / "mine.py", tmp_path, *ZERO_3, world=2) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+
+
+CLIPS = """run.backward(F.cross_entropy(model(x), y))
+    if run.rank == 0: model.blocks[0].weight.grad.mul_(1.0)
+    run.clip_grad_norm_(0.01); optimizer"""
+
+
+@pytest.mark.slow
+def test_a_gradient_that_one_rank_changes_before_a_clip_is_told(tmp_path: Path) -> None:
+    """A clip looks at versions anew, and what was done before it is not forgotten."""
+    text = HEAD + "model = Blocks(nn.Linear(6, 6), nn.Linear(6, 3))\n"
+    text += LOOP.replace("run.backward(F.cross_entropy(model(x), y)); optimizer", CLIPS)
+    (tmp_path / "mine.py").write_text(text)
+    assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [2, 2]
+    said = " ".join((tmp_path / "rank-0.txt").read_text().split())
+    assert "on rank 0 blocks.0.weight had its gradient changed by the script in the step before" in said

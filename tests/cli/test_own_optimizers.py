@@ -209,6 +209,35 @@ def test_an_optimizer_counts_updates_and_not_microbatches(layout: str, tmp_path:
     assert {finding.step for finding in verdict.findings} == {1, 2, 3}
 
 
+RETURNS = """
+class Returns(torch.optim.SGD):
+    calls = 0
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.99)
+                if self.calls % 2 == 0:
+                    slow = self.state[p].setdefault("slow", p.detach().clone())
+                    p.data.copy_(slow.lerp_(p, 0.5))
+"""
+"""Lookahead, with a decay, of all parameters, whether they have a gradient or not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicate", "ZeRO-1"])
+def test_an_optimizer_moves_weights_without_gradients_in_updates_alone(layout: str, tmp_path: Path) -> None:
+    text = SCRIPT.replace("model = nn", RETURNS + "model = nn").replace(
+        "OPTIMIZER", "Returns(model.parameters(), lr=0.1)"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=2", *LAYOUTS[layout], world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, verdict.sentence()
+
+
 SIGNS = """
 class Signs(torch.optim.Optimizer):
     def __init__(self, parameters): super().__init__(parameters, {"step_size": 0.01})

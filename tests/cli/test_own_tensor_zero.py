@@ -115,6 +115,9 @@ TOLD = {
         "write the same on every rank"),
     "a norm that one rank writes": (
         WRITE.format(rank=3, name="model.model.norm"), (*BOTH, "memory.zero=3"), "write the same on every rank"),
+    "other numbers in a norm": (
+        WRITE.format(rank="run.rank", name="model.model.norm").replace("mul_(1.1)", "add_(1 + run.rank % 2)"),
+        (*BOTH, "memory.zero=1"), "write the same on every rank"),
     "a forward of one rank": (
         "run.rank or model(x)\n    " + LOOP, (*BOTH, "memory.zero=3"), "so let no `if` that is true on one of them"),
     "without layout.tensor": (

@@ -39,3 +39,21 @@ def test_every_rank_gets_the_number_of_the_whole_gradient(what: str, cut: int) -
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(asked, range(2)))
     torch.testing.assert_close(torch.stack(found), ASKED[what](WHOLE).expand(2))
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_what_every_rank_has_counts_once_beside_it(order: float) -> None:
+    """A tensor of the script's own in the list, and a gradient of which a rank before has the same numbers."""
+    group, flat = local_group(4), WHOLE.reshape(-1)
+
+    def asked(rank: int) -> list[Tensor]:
+        run = (slice(0, 2), slice(2, 6))[rank % 2]
+        gradient = PartialGradient(
+            flat[run].clone(), run.start, WHOLE.shape, group=group[rank], what="the gradient", counts=rank < 2
+        )
+        assert torch.equal(gradient.whole(), WHOLE)
+        return list(torch._foreach_norm([gradient, WHOLE.clone()], order))  # pyright: ignore[reportPrivateImportUsage]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [norm for norms in threads.map(asked, range(4)) for norm in norms]
+    torch.testing.assert_close(torch.stack(found), torch.linalg.vector_norm(WHOLE, order).expand(8))

@@ -52,6 +52,33 @@ def test_what_looks_at_one_parameter_at_a_time_does_not(kind: Any) -> None:
     assert not tried(kind(model().parameters())).couples
 
 
+class MovesAlone(torch.optim.SGD):
+    """Lookahead of so many `steps`, counted as it is called; 0: all weights decay instead."""
+
+    def __init__(self, parameters: Any, steps: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps, self.calls = steps, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.calls += 1
+        for p in self.param_groups[0]["params"]:
+            if not self.steps:
+                p.data.mul_(0.999)
+            elif self.calls % self.steps == 0:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                p.data.copy_(slow.lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("steps", [0, 2, 3, 5, 6, 10])
+def test_what_changes_weights_without_gradients_is_found(steps: int) -> None:
+    """Also where it does so every tenth step; one that leaves out what has no gradient does not."""
+    assert tried(MovesAlone(model().parameters(), steps)).moves_alone
+    assert not any(tried(kind(model().parameters())).moves_alone for kind in planted.SEPARABLE)
+    assert not tried(torch.optim.AdamW(model().parameters())).moves_alone
+
+
 def test_a_rate_of_0_hides_nothing() -> None:
     """A scheduler with a warm-up begins there."""
     optimizer = planted.ByAllNorms(model().parameters(), lr=0.1)

@@ -136,7 +136,7 @@ class Counting(torch.optim.Optimizer):
         self.calls, self.inner = 0, torch.optim.SGD(parameters, lr=0.1)
         self.inner.beta = 1.0  # type: ignore[attr-defined]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.calls += 1
         self.inner.beta *= 0.9  # type: ignore[attr-defined]
         self.inner.param_groups[0]["lr"] *= 0.9
@@ -171,3 +171,38 @@ def test_a_step_that_updates_nothing_is_not_counted() -> None:
     optimizer.step()
     assert (optimizer.calls, optimizer.param_groups[0]["first"]) == (1, 1)
     assert parameter.tolist() != [1.0, 1.0]
+
+
+class Returning(torch.optim.SGD):
+    """Lookahead (arXiv:1907.08610) of two steps, which counts them as it is called."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.calls += 1
+        for parameter in self.param_groups[0]["params"] if self.calls % 2 == 0 else ():
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            slow.lerp_(parameter, 0.5)
+            parameter.data.copy_(slow)
+
+
+def test_a_step_that_updates_nothing_leaves_weights_and_state_of_what_moves_without_gradients() -> None:
+    """Also what lies in its place, and state that would be new."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    plain, optimizer = (Returning([parameter]) for parameter in parameters)
+    for number in range(8):
+        if number % 2:  # the microbatch before
+            empty = EmptyStep(optimizer, parameters=True, moves_alone=True)
+            optimizer.step()
+            empty.end()
+        for parameter in parameters:
+            parameter.grad = torch.full((2,), 1.0 + number)
+        plain.step()
+        optimizer.step()
+        assert torch.equal(*parameters)
+    assert optimizer.state[parameters[1]]["slow"].equal(plain.state[parameters[0]]["slow"])
+    assert optimizer.calls == 8

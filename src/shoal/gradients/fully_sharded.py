@@ -108,7 +108,7 @@ class FullyShardedGradients(ShardedBase):
         self._release()
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, compares: bool = True) -> Iterator[None]:
         if self._full:
             yield
             return
@@ -124,7 +124,7 @@ class FullyShardedGradients(ShardedBase):
         try:
             yield
             for unit in self._units:
-                unit.read_back()
+                unit.read_back(compares=compares)
         finally:
             self._full = False
             self._stay(False)

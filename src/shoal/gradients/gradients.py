@@ -95,8 +95,10 @@ class Gradients(Protocol):
         """Between two steps: returns when every update of the last one is made."""
         ...
 
-    def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, every parameter of the model can be read, and written if all ranks write the same."""
+    def full_parameters(self, *, compares: bool = True) -> AbstractContextManager[None]:
+        """Inside, every parameter of the model can be read, and written if all ranks write the same. At the end ranks
+        that have pieces compare what they have, if it `compares`: not where one may leave before others, by `break`.
+        """
         ...
 
     def close(self) -> None:
@@ -263,7 +265,7 @@ class OfWholeParameters(OverReplica):
     def settle(self) -> None:
         """Nothing is under way between two steps."""
 
-    def full_parameters(self) -> AbstractContextManager[None]:
+    def full_parameters(self, *, compares: bool = True) -> AbstractContextManager[None]:
         """They are whole."""
         return nullcontext()
 
@@ -423,10 +425,10 @@ class JointGradients:
             part.settle()
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, compares: bool = True) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(part.full_parameters())
+                stack.enter_context(part.full_parameters(compares=compares))
             yield
 
     def close(self) -> None:

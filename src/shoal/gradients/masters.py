@@ -159,8 +159,8 @@ class MasterWeights(OverReplica):
         self._gradients.settle()
         self._read_back()
 
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return self._gradients.full_parameters()
+    def full_parameters(self, *, compares: bool = True) -> AbstractContextManager[None]:
+        return self._gradients.full_parameters(compares=compares)
 
     def close(self) -> None:
         self._gradients.close()

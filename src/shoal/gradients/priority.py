@@ -336,7 +336,7 @@ class PriorityGradients:
                 bucket.commit()
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, compares: bool = True) -> Iterator[None]:
         self.settle()
         yield
 

@@ -98,8 +98,8 @@ class WithSparseRows(OverReplica):
     def settle(self) -> None:
         self._dense.settle()
 
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return self._dense.full_parameters()
+    def full_parameters(self, *, compares: bool = True) -> AbstractContextManager[None]:
+        return self._dense.full_parameters(compares=compares)
 
     def close(self) -> None:
         self._dense.close()

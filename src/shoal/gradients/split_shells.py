@@ -221,12 +221,16 @@ def _always() -> bool:
     return True
 
 
+Written = Mapping[str, tuple[int, int]]
+"""Parameters, by name, that a script has written: their fingerprints before and now."""
+
+
 class SplitGradients:
     """`VisibleGradients` of `inner`, which reduces those of parts, as the script sees them. `whole` are the script's
     parameters, by name, whose parts are `held`; `group` is that of `layout.tensor`.
 
-    `meet` is called with the whole parameters where ranks leave `full_parameters`, and with the names of those that are
-    not split and were written there: the bits of these need not be the same on all ranks of `group`.
+    `meet` is called with the whole parameters where ranks leave `full_parameters`, and with those that are not split
+    and were written there: the bits of these need not be the same on all ranks of `group`.
     """
 
     def __init__(
@@ -242,7 +246,7 @@ class SplitGradients:
         self.shells = {h.name: Shell(whole[h.name], part, h, group) for h, part in held if whole[h.name] is not part}
         self._trained = [self.shells[t.holding.name] for t in trained if t.holding.name in self.shells]
         self._unsplit = {h.name: part for h, part in held if whole[h.name] is part}
-        self.meet: Callable[[Mapping[str, Tensor], Sequence[str]], None] = lambda whole, written: None
+        self.meet: Callable[[Mapping[str, Tensor], Written], None] = lambda whole, written: None
         self.full = False
 
     def install(self, model: nn.Module) -> None:
@@ -330,16 +334,16 @@ class SplitGradients:
     def settle(self) -> None:
         self.inner.settle()
 
-    def parts(self) -> AbstractContextManager[None]:
+    def parts(self, *, compares: bool = True) -> AbstractContextManager[None]:
         """Inside, this rank has all of its parts, which ZeRO-3 divides: forwards send nothing over `shard`."""
-        return self.inner.full_parameters()
+        return self.inner.full_parameters(compares=compares)
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, compares: bool = True) -> Iterator[None]:
         if self.full:
             yield
             return
-        with self.parts():
+        with self.parts(compares=compares):
             for shell in self.shells.values():
                 shell.fill()
             self.full, before = True, self._fingerprints()
@@ -347,8 +351,10 @@ class SplitGradients:
                 yield
                 for shell in self.shells.values():
                     shell.take()
-                written = [name for name, now in self._fingerprints().items() if now != before[name]]
-                self.meet({name: shell.whole.detach() for name, shell in self.shells.items()}, written)
+                if compares:
+                    both = {name: (before[name], now) for name, now in self._fingerprints().items()}
+                    written = {name: each for name, each in both.items() if each[0] != each[1]}
+                    self.meet({name: shell.whole.detach() for name, shell in self.shells.items()}, written)
             finally:
                 self.full = False
                 for shell in self.shells.values():

@@ -261,11 +261,14 @@ class Unit:
         for part in self.parts:
             part.release()
 
-    def read_back(self) -> None:
-        """Takes what was written into its whole parameters into the pieces, until the next update at least."""
+    def read_back(self, *, compares: bool) -> None:
+        """Takes what was written into its whole parameters into the pieces, until the next update at least. `compares`:
+        all ranks come here.
+        """
         for part in self.parts:
             part.read_back(for_a_while=True)
-            part.compare(always=True)
+            if compares:
+                part.compare(always=True)
 
     def read_back_forward(self, *, compares: bool = True) -> None:
         """The same behind a forward; inside of `full_parameters` or a schedule not before their end. `compares`: all
@@ -284,7 +287,7 @@ class Unit:
         """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
         handles = []
         if module._forward_pre_hooks:  # that read its parameters, as those of spectral_norm and pruning do
-            handles.append(module.register_forward_pre_hook(lambda *_: self._gather_for(module), prepend=True))
+            handles.append(module.register_forward_pre_hook(self._before_other_hooks, prepend=True))
         handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self.passes:
             handles.append(module.register_forward_hook(self._after_forward))
@@ -306,6 +309,9 @@ class Unit:
                 "weights there: compute inside run.full_parameters(), backward included, or set memory.zero = 2"
             )
         self.gather()
+
+    def _before_other_hooks(self, module: nn.Module, args: Any) -> None:  # a method, for `__deepcopy__`
+        self._gather_for(module)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._gather_for(module)

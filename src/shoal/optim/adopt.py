@@ -68,8 +68,8 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
 class OwnOptimizer:
     """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group; it
     `couples` if the update of one depends on the gradients of others; `counts` are numbers of a group that steps
-    change, `attributes` what they change of the optimizer itself; `taken` is the state of steps that it took before, by
-    slot and parameter.
+    change, `attributes` what they change of the optimizer itself; it `moves_alone` if a step without a gradient changes
+    parameters or state; `taken` is the state of steps that it took before, by slot and parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -79,6 +79,7 @@ class OwnOptimizer:
     couples: bool = False
     counts: Sequence[str] = ()
     attributes: Sequence[str] = ()
+    moves_alone: bool = False
     taken: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -151,7 +152,9 @@ def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptim
         return own
     found = tried(optimizer)
     couples = found.couples and own.works_on == "matrices"
-    return replace(own, couples=couples, counts=found.counts, attributes=found.attributes)
+    return replace(
+        own, couples=couples, counts=found.counts, attributes=found.attributes, moves_alone=found.moves_alone
+    )
 
 
 def keep_numbers(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> None:

@@ -181,6 +181,8 @@ SHAPES = ((3, 2), (5, 4), (2, 6))
 SIZES = (0.01, 1.0, 100.0)
 """Of their numbers: the small ones show steps as small as some begin with, the large ones what decays weights."""
 STEPS = 6
+STEPS_BEFORE_ALONE = 12
+"""With gradients, each before one without: Lookahead takes parameters back every fifth step, or tenth."""
 MOST_GROUPS = 4
 """Groups that are tried: a model may have one for each of its parameters."""
 TOLERANCE = 1e-4
@@ -189,12 +191,14 @@ TOLERANCE = 1e-4
 
 class Tried(NamedTuple):
     """`couples`: the update of a parameter depends on other gradients. `counts`: the numbers of a group that a step
-    changes, by their names there. `attributes`: what it changes of the optimizer itself.
+    changes, by their names there. `attributes`: what it changes of the optimizer itself. `moves_alone`: it changes
+    parameters or their state without a gradient, as one that decays all of them, or takes them back now and then.
     """
 
     couples: bool
     counts: tuple[str, ...]
     attributes: tuple[str, ...] = ()
+    moves_alone: bool = False
 
 
 def tried(optimizer: torch.optim.Optimizer) -> Tried:
@@ -217,13 +221,14 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
             ) from error
         counts = tuple(sorted({name for each in together for name in each.counts}))
         attributes = together[0].attributes
-        if not torch.equal(before, torch.random.get_rng_state()):
-            return Tried(False, counts, attributes)
-        try:
-            apart = [_stepped_elements(optimizer, [each])[0] for each in chosen]
-        except Exception:
-            return Tried(True, counts, attributes)
-    return Tried(not all(map(_alike, together, apart)), counts, attributes)
+        couples = False
+        if torch.equal(before, torch.random.get_rng_state()):
+            try:
+                apart = [_stepped_elements(optimizer, [each])[0] for each in chosen]
+                couples = not all(map(_alike, together, apart))
+            except Exception:
+                couples = True
+        return Tried(couples, counts, attributes, _moves_alone(optimizer, chosen))
 
 
 class _End(NamedTuple):
@@ -238,13 +243,7 @@ class _End(NamedTuple):
 def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]]) -> list[_End]:
     """What becomes of the `chosen` parameters (group, place), which a copy steps together."""
     parameters = {key: _planted(key) for key in chosen}
-    groups: dict[int, list[Parameter]] = {}
-    for (group, _), parameter in parameters.items():
-        groups.setdefault(group, []).append(parameter)
-    clone = clone_of(optimizer, groups)
-    for group in clone.param_groups:
-        if isinstance(group.get("lr"), int | float) and not group["lr"]:
-            group["lr"] = 0.01  # a scheduler begins at 0, where nothing moves
+    clone, groups = _copy_on(optimizer, parameters)
     first = [dict(group) for group in clone.param_groups]
     begins = [parameter.detach().clone() for parameter in parameters.values()]
     own = _own_values(clone)
@@ -258,6 +257,45 @@ def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[i
         _End(begin, parameter.detach().clone(), of_group[group], attributes)
         for begin, ((group, _), parameter) in zip(begins, parameters.items(), strict=True)
     ]
+
+
+def _copy_on(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[tuple[int, int], Parameter]
+) -> tuple[torch.optim.Optimizer, Mapping[int, Sequence[Parameter]]]:
+    """A copy that steps these, at a rate that is not 0; and they by their groups."""
+    groups: dict[int, list[Parameter]] = {}
+    for (group, _), parameter in parameters.items():
+        groups.setdefault(group, []).append(parameter)
+    clone = clone_of(optimizer, groups)
+    for group in clone.param_groups:
+        if isinstance(group.get("lr"), int | float) and not group["lr"]:
+            group["lr"] = 0.01  # a scheduler begins at 0, where nothing moves
+    return clone, groups
+
+
+def _moves_alone(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]]) -> bool:
+    """See `Tried`. One that cannot step without a gradient changes nothing there."""
+    parameters = {key: _planted(key) for key in chosen}
+    clone, _ = _copy_on(optimizer, parameters)
+
+    def values() -> list[Any]:
+        own = [[parameter.detach(), dict(clone.state.get(parameter, {}))] for parameter in parameters.values()]
+        return [_noted(leaf, clone) for leaf in tree_leaves(own)]
+
+    for step in range(STEPS_BEFORE_ALONE):
+        for key, parameter in parameters.items():
+            parameter.grad = _gradient(key, step)
+        step_of(clone)
+        before = values()
+        for parameter in parameters.values():
+            parameter.grad = None
+        try:
+            step_of(clone)
+        except Exception:
+            return False
+        if values() != before:
+            return True
+    return False
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

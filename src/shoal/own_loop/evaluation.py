@@ -4,7 +4,7 @@ whether ranks that compute together call the model alike (`AlikeRanks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import UserCodeError
-from shoal.gradients.split_shells import COPIED, SplitGradients
+from shoal.gradients.split_shells import COPIED, SplitGradients, Written
 from shoal.gradients.units import tensors_in
 from shoal.maths.fingerprint import fingerprint
 from shoal.own_loop.open_step import Evaluation
@@ -74,9 +74,9 @@ class AlikeRanks:
             "compute together, so let no `if` that is true on one of them alone decide on a forward"
         )
 
-    def leave_whole(self, weights: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    def leave_whole(self, weights: Mapping[str, Tensor], written: Written) -> None:
         """All ranks of the replica leave `full_parameters`. Raises `UserCodeError` where their `weights` differ, or the
-        names of others that were `written`.
+        names of others that were `written`, or what was written into one that had the same bits on all of them.
         """
         what = f"the end of run.full_parameters() on {fingerprint(weights)}, {' '.join(written)}"
         differing = (
@@ -85,6 +85,13 @@ class AlikeRanks:
         )
         for group in {id(group): group for group in (self._group, self._replica)}.values():
             self.meet(what, group=group, differing=differing)
+        if not written:
+            return
+        lines = [f"{before} {now}" for before, now in written.values()]
+        for said in zip(*gather_lines(lines, self._replica, self._device), strict=True):
+            before, now = (set(each) for each in zip(*(line.split() for line in said), strict=True))
+            if len(before) == 1 < len(now):
+                raise UserCodeError(differing)
 
     def compare(self, loss: Tensor, *, last: bool) -> Callable[[], None]:
         """Before the backward of `loss`, as it is weighed, of a microbatch or the `last` of a step; behind it call what
@@ -166,20 +173,21 @@ class EvaluationOfRank(Evaluation):
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with self.evaluating(full=self._split is None), self.under_way():
+        with self.evaluating(together=False), self.under_way():
             for batch in batches:
                 yield self._given_of(self._compute.prepared(batch).batch)
 
     @contextmanager
-    def evaluating(self, *, full: bool = True) -> Iterator[None]:
-        """Inside, every rank has all parameters (where they are not to be `full`, those of its part of a split model),
-        the model is in evaluation mode, and nothing has a gradient.
+    def evaluating(self, *, together: bool = True) -> Iterator[None]:
+        """Inside, every rank has all parameters, the model is in evaluation mode, and nothing has a gradient. Where
+        ranks do not leave `together`, as one may `break` where another is at its end, they do not compare what was
+        written, and of a split model each has its own part.
         """
         gradients = self._run.generation.gradients
-        whole = gradients.full_parameters() if full or self._split is None else self._split.parts()
+        whole = self._split.parts if self._split is not None and not together else gradients.full_parameters
         self._depth += 1
         try:
-            with whole, torch.no_grad(), evaluating(self._run.model):
+            with whole(compares=together), torch.no_grad(), evaluating(self._run.model):
                 yield
         finally:
             self._depth -= 1

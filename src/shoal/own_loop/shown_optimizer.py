@@ -74,13 +74,15 @@ class EmptyStep:
     without gradients, or no `parameters` at all, as for PyTorch's Adam, of which that is less to take.
 
     One that counts its steps beside its state, in its groups (`group["step"] += 1`) or itself, would count this call
-    too: such numbers are put back. PyTorch's own optimizers keep none.
+    too: such numbers are put back. PyTorch's own optimizers keep none. One that `moves_alone` changes weights or their
+    state without a gradient, as Lookahead does: they are put back, too.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: bool, moves_alone: bool = False) -> None:
         groups = optimizer.param_groups
         self._lists, self._gradients = list[tuple[dict[str, Any], list[Parameter]]](), list[tuple[Parameter, Any]]()
         self._numbers = list[tuple[dict[str, Any], dict[str, Any]]]()
+        self._states = list[_StateOf]()
         if not parameters:
             self._lists = [(group, group["params"]) for group in groups]
             for group in groups:
@@ -91,6 +93,8 @@ class EmptyStep:
             parameter.grad = None
         if not type(optimizer).__module__.startswith("torch.optim."):
             self._numbers = [(place, {k: _kept(v) for k, v in place.items()}) for place in _places(optimizer)]
+        if moves_alone:
+            self._states = [_StateOf(optimizer, parameter) for parameter, _ in self._gradients]
 
     @torch.no_grad()
     def end(self) -> None:
@@ -99,6 +103,8 @@ class EmptyStep:
             group["params"] = parameters
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        for each in self._states:
+            each.put_back()
         for place, before in self._numbers:
             for name in [name for name, value in place.items() if name not in before and _is_number(value)]:
                 del place[name]
@@ -107,6 +113,29 @@ class EmptyStep:
                     now.copy_(value)
                 elif value is not _LEFT:
                     place[name] = value
+
+
+class _StateOf:
+    """The numbers of a parameter, and of what `optimizer` keeps of it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: Parameter) -> None:
+        self._optimizer, self._parameter, self._place = optimizer, parameter, parameter.data
+        self._state = dict(optimizer.state[parameter]) if parameter in optimizer.state else None
+        tensors = [self._place, *(value for value in (self._state or {}).values() if isinstance(value, Tensor))]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """In place: others have views of them."""
+        for tensor, before in self._tensors:
+            tensor.copy_(before)
+        if self._parameter.data_ptr() != self._place.data_ptr():
+            self._parameter.data = self._place
+        if self._state is None:
+            self._optimizer.state.pop(self._parameter, None)
+            return
+        now = self._optimizer.state[self._parameter]
+        now.clear()
+        now.update(self._state)
 
 
 _LEFT = object()

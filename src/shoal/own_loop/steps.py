@@ -75,6 +75,7 @@ def players_of(
                 trained_set=trained_set,
                 sum_over_ranks=sum_over_ranks,
                 on_update=on_update,
+                moves_alone=own.moves_alone,
             )
         )
     return players

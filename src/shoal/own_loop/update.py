@@ -62,7 +62,8 @@ OnUpdate = Callable[[int, Sequence[Owned]], None]
 
 class Player:
     """See above. `trained` are the model's parameters that the optimizer trains, by name; `inputs` are the same, for a
-    backward of this player alone. `shown` are the optimizer's groups.
+    backward of this player alone. `shown` are the optimizer's groups. The optimizer `moves_alone` if a step without a
+    gradient changes parameters or state.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Player:
         trained_set: TrainedSet,
         sum_over_ranks: Callable[[float], float],
         on_update: OnUpdate | None = None,
+        moves_alone: bool = False,
     ) -> None:
         self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer, seen=True)
         self.inputs = list(trained.values())
@@ -86,6 +88,7 @@ class Player:
         self._step: OpenStep | None = None
         self._agreed: AgreedUpdate | None = None
         self._empty: EmptyStep | None = None
+        self._moves_alone = moves_alone
         self._scheduled: list[tuple[str, float]] | None = None
         self._backwards = self._expecting_more = self._stepped = self._placed = self._clips = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
@@ -97,7 +100,7 @@ class Player:
         self._places = not gradients.show_between(self._placeholders)
         self._seen = SeenGradients()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
-        self._changed_by_hooks: list[str] = []
+        self._changed_by_hooks, self._changed_before_clip = list[str](), list[str]()
         self._script_hooks = GradientHooks(trained)
         self._shown = shown
         self._alone, self._direct = context.lockstep.size == 1, DirectAdam(optimizer)
@@ -127,6 +130,7 @@ class Player:
         self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._kind = 0.0, 0.0, None
         self._scheduled, self._leader, self._microbatches = None, self, 0
+        self._changed_before_clip = []
         self._seen = SeenGradients()  # the last gradients go before the next come, into whose memory they can
 
     def enter(self) -> None:
@@ -226,7 +230,9 @@ class Player:
         if self.agreed() is None:
             return None
         self.gradients.accept()
-        written = not self._clips or bool(self._written())
+        changed = self._changed()
+        self._changed_before_clip += changed  # which `_remember` forgets
+        written = not self._clips or bool(changed)
         norm = self.gradients.clip(max_norm, believed=self._norm, written=written)
         self._clips = True
         self._remember(norm * clip_factor(max_norm, norm))
@@ -318,7 +324,8 @@ class Player:
         self._stepped = True
         if agreed is not None:
             if not self._alone:
-                self._did = named("had its gradient changed by the script in the step before", self._changed())
+                changed = dict.fromkeys([*self._changed_before_clip, *self._changed()])
+                self._did = named("had its gradient changed by the script in the step before", changed)
             self.gradients.accept()
             self.gradients.accept_weights()
             if agreed.committed:
@@ -329,7 +336,7 @@ class Player:
         if self._direct.step() if updates else self._direct.is_plain:
             self._empty = EmptyStep(optimizer, parameters=False)
         elif not updates:
-            self._empty = EmptyStep(optimizer, parameters=True)
+            self._empty = EmptyStep(optimizer, parameters=True, moves_alone=self._moves_alone)
         return agreed
 
     def _give_back(self) -> None:
@@ -358,11 +365,9 @@ class Player:
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        return [list(self._trained)[index] for index in self._written()]
-
-    def _written(self) -> Sequence[int]:
-        """The same as places among the `inputs`."""
-        return SeenGradients.now(self.inputs).changed(self._seen)
+        changed = SeenGradients.now(self.inputs).changed(self._seen)
+        names = list(self._trained) if changed else []
+        return [names[index] for index in changed]
 
     def _decisions(self) -> list[str]:
         """What all ranks have to decide alike."""
