@@ -56,8 +56,21 @@ def test_an_unknown_argument_is_an_error_of_python() -> None:
 
 
 @slow
+@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="LightningCLI needs jsonargparse")
+def test_the_command_line_of_lightning_finds_the_arguments() -> None:
+    """`LightningCLI(trainer_class=Trainer)` takes `--trainer.max_epochs` and the others."""
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    from shoal.lightning import Trainer
+
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(Trainer, "trainer")
+    assert parser.parse_args(["--trainer.max_epochs=3"]).trainer.max_epochs == 3
+
+
+@slow
 def test_callbacks_that_take_steps_of_their_own_are_refused() -> None:
-    from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, StochasticWeightAveraging
 
     class Own(StochasticWeightAveraging):
         pass
@@ -66,6 +79,8 @@ def test_callbacks_that_take_steps_of_their_own_are_refused() -> None:
     for each in (StochasticWeightAveraging(1e-2), Own(1e-2)):
         with pytest.raises(UsageError, match="WeightAveraging"):
             settings_of({"callbacks": each})
+    with pytest.raises(UsageError, match="on_train_start"):
+        settings_of({"callbacks": BackboneFinetuning()})
 
 
 @slow
@@ -96,14 +111,16 @@ def test_steps_follow_from_epochs_and_steps() -> None:
 
 
 @pytest.mark.parametrize("samples", range(1, 30))
-@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (4, 4), (8, 3), (2, 2)])
+@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (4, 4), (8, 3), (2, 2), (1, 2), (3, 4)])
 def test_an_evaluation_has_each_sample_once(samples: int, size: int, ranks: int) -> None:
-    """In as many batches on every rank; where a batch can be shared, by all of them."""
+    """In as many batches on every rank; where a batch can be shared, by all of them; else they take turns."""
     each = [shares(samples, size, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert sorted(number for own in each for rows in own for number in rows) == list(range(samples))
     assert {len(own) for own in each} == {-(-samples // size)}
     if samples >= size >= 2 * ranks:
         assert all(rows for own in each for rows in own)
+    have = [sum(len(rows) for rows in own) for own in each]
+    assert size >= ranks or max(have) - min(have) <= 1
 
 
 @slow

@@ -257,6 +257,47 @@ left(trainer, module, steps=trainer.global_step, rates=[each.param_groups[0]["lr
 """
 )
 
+# Evaluations that two ranks cannot share evenly: of one sample a batch, and of a DataLoader with batches of its own.
+COUNTS = (
+    HEAD
+    + """
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch.utils.data import BatchSampler, SequentialSampler
+
+class Counts(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+        self.right, self.of_training = (torchmetrics.Accuracy(task="multiclass", num_classes=4) for _ in range(2))
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.of_training(logits, y)
+        self.log("of_training", self.of_training, on_epoch=True, on_step=False)
+        self.log("trained", float(len(y)), reduce_fx="sum", on_epoch=True, on_step=False)
+        return F.cross_entropy(logits, y)
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        x, y = batch
+        logits = self.net(x)
+        self.right(logits, y)
+        self.log("right", self.right)
+        self.log("samples", float(len(y)), reduce_fx="sum")
+        self.log("loss", F.cross_entropy(logits, y), on_step=True, on_epoch=True, sync_dist=True)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = TensorDataset(torch.randn(9, 8, generator=drawn), torch.randint(0, 4, (9,), generator=drawn))
+own = BatchSampler(SequentialSampler(data), 4, False)
+held_out = [DataLoader(data, batch_size=1), DataLoader(data, batch_sampler=own)]
+module = Counts()
+trainer = Trainer(max_epochs=2, accelerator="cpu", devices=1, **ALONE, logger=False, enable_checkpointing=False,
+    num_sanity_val_steps=0, callbacks=[TQDMProgressBar()], enable_model_summary=False)
+trainer.fit(module, DataLoader(data, batch_size=4), held_out)
+found = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+left(trainer, module, found=found, validated=trainer.validate(module, held_out[:1], verbose=False))
+"""
+)
+
 
 def script(folder: Path, text: str, source: str, **constants: Any) -> Path:
     defaults = {
@@ -363,6 +404,38 @@ def test_so_do_other_scripts(text: str, tmp_path: Path) -> None:
     expected = plain(tmp_path / "plain", text)
     assert_near(ours(tmp_path / "two", text, world=2), expected)
     assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+def test_a_copy_of_a_sample_counts_in_no_metric(tmp_path: Path) -> None:
+    """Sums, means and metric objects are those of one process where a rank has no sample of a batch, and where a
+    DataLoader has batches of its own, which every rank computes.
+    """
+    expected = plain(tmp_path / "plain", COUNTS)
+    assert expected["found"]["samples/dataloader_idx_0"] == expected["found"]["samples/dataloader_idx_1"] == 9
+    assert_near(ours(tmp_path / "two", COUNTS, world=2), expected)
+    assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+def test_rank_0_says_when_a_time_is_over(tmp_path: Path) -> None:
+    """Clocks of ranks differ, and all of them validate behind the same batch."""
+    text = TOKENS.replace("logger=False", "val_check_interval={'hours': 1}, callbacks=[Clock()], logger=False").replace(
+        "def row(many)",
+        """
+class Clock(Callback):
+    def on_train_batch_end(self, trainer, *others):
+        late = trainer.global_step == 3 if trainer.is_global_zero else trainer.global_step < 6
+        trainer._last_val_time = float("-inf") if late else float("inf")
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            found.append(trainer.global_step)
+found = []
+GPT.validation_step = lambda self, batch, batch_idx: None
+def row(many)""",
+    )
+    text = text.replace("shuffle=True))", "shuffle=True), DataLoader(data, 8))").replace(
+        "module, steps=", "module, found=found, steps="
+    )
+    assert ours(tmp_path, text, world=2)["found"] == [3]
 
 
 def test_modules_of_the_other_package_train_too(tmp_path: Path) -> None:

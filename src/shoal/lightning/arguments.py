@@ -49,6 +49,8 @@ CALLBACKS_REFUSED = {
     "BatchSizeFinder": "shoal plan mine.py says which microbatch fits",
     "LearningRateFinder": "it trains several times over; set the rate, or look for it by shoal sweep mine.py",
     "ModelPruning": "masks are a table of the run file, [sparsity], of shoal.train",
+    "BaseFinetuning": "a run never trains what is frozen when it begins; give the optimizer all parameters, freeze by "
+    "requires_grad_(False) in on_train_start, and unfreeze in on_train_epoch_start",
     "OnExceptionCheckpoint": "a stop by a signal ends in a checkpoint, and the same command goes on; leave it out",
 }
 """Callbacks, by the names of their classes, that are refused."""
@@ -116,6 +118,11 @@ def callbacks_of(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def has_progress_bar(callbacks: Any) -> bool:
+    """Whether one is among them: without it the run has a line of its own."""
+    return any(isinstance(each, part("callbacks").ProgressBar) for each in callbacks_of(callbacks))
 
 
 def require_callback(callback: Any) -> None:

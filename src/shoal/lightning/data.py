@@ -88,8 +88,8 @@ class TrainingBatches(Batches):
 
 
 class EvaluationBatches(Batches):
-    """This rank's part of each batch of an evaluation. `counts` is called with the samples of each: 0 for a copy, which
-    a rank gets that has no sample of a batch, so that all ranks take as many.
+    """This rank's part of each batch of an evaluation. `counts` is called with the samples of each: 0 for a copy of the
+    batch's first one, which a rank gets that has none of it, so that all ranks take as many.
     """
 
     def __init__(
@@ -103,9 +103,13 @@ class EvaluationBatches(Batches):
         order = list(loader.sampler)
         samples = len(order) // self.size * self.size if loader.drop_last else len(order)
         rows = shares(samples, self.size, rank=run.rank, ranks=run.world_size)
-        given = [[order[each] for each in own] or [order[0]] for own in rows]
+        given = [[order[each] for each in own] or [order[n * self.size]] for n, own in enumerate(rows)]
         read = DataLoader(
-            loader.dataset, batch_sampler=given, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+            loader.dataset,
+            batch_sampler=given,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
         )
         for own, batch in zip(rows, read, strict=True):
             self._counts(len(own))
@@ -113,8 +117,9 @@ class EvaluationBatches(Batches):
 
 
 def shares(samples: int, size: int, *, rank: int, ranks: int) -> list[range]:
-    """What a rank takes of each batch of `size`: its part of the batch. Where the last batch has too few samples for
-    all ranks, they and those of the one before are divided together, so that each rank has a sample of both.
+    """What a rank takes of each batch of `size`: its part of the batch. Where batches have too few samples for all
+    ranks, these take turns. Where only the last one has, its samples and those of the one before are divided together,
+    so that each rank has a sample of both.
     """
     bounds = [(first, min(first + size, samples)) for first in range(0, samples, size)]
     own = [_part(*each, rank=rank, ranks=ranks) for each in bounds]
@@ -126,6 +131,7 @@ def shares(samples: int, size: int, *, rank: int, ranks: int) -> list[range]:
 
 def _part(first: int, behind: int, *, rank: int, ranks: int) -> range:
     count, more = divmod(behind - first, ranks)
+    rank = (rank - first) % ranks
     start = first + rank * count + min(rank, more)
     return range(start, start + count + (rank < more))
 

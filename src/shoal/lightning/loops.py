@@ -57,6 +57,12 @@ class EpochLoop(_TrainingEpochLoop):
     def _should_accumulate(self) -> bool:
         return not self._strategy.step_is_over
 
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        found = super()._should_check_val_fx(data_fetcher)
+        if getattr(self.trainer, "_val_check_time_interval", None) is None:
+            return found
+        return bool(self._strategy.broadcast(found))  # each rank has a clock of its own
+
     def _broadcast_sigterm_tensor(self) -> None:
         """Nothing: the run stops all ranks behind the same step."""
 
@@ -98,6 +104,12 @@ class EvaluationLoop(_EvaluationLoop):
         strategy: Any = self.trainer.strategy
         with strategy.evaluating():
             return super().run()
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        assert self._combined_loader is not None, "the loop has batches"
+        with strategy.batch_of_evaluation(self._combined_loader.flattened[dataloader_idx]):
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
 
 class NoSignals(_SignalConnector):

@@ -2,15 +2,17 @@
 
 A value of an epoch is always that of all ranks: the mean over samples, the sum, the smallest or the largest, whatever
 `sync_dist` says. One of a step is this rank's, as with Lightning, unless `sync_dist` asks for all. A copy of a sample,
-which a rank computes that has none, weighs nothing in a mean.
+which a rank computes that has none, adds nothing: to means and sums, and to metric objects of torchmetrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shoal.lightning import exchange
 from shoal.lightning.package import part
@@ -33,6 +35,12 @@ class Results(_ResultCollection):
         if self._samples() == 0:
             return 0
         return super()._extract_batch_size(value, batch_size, meta)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        meta = self[key].meta
+        if self._samples() == 0 and isinstance(value, Tensor) and (meta.is_mean_reduction or meta.is_sum_reduction):
+            value = torch.zeros_like(value)
+        super().update_metrics(key, value, batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
     def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
@@ -74,3 +82,26 @@ _OPTIONS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     "metric_attribute",
 )
+
+
+@contextmanager
+def metrics_unchanged(owners: Sequence[Any]) -> Iterator[None]:
+    """Behind it, the metric objects of modules and callbacks have counted what they had before."""
+    metrics = [each for owner in owners for each in _metrics_of(owner)]
+    before = [({n: _copied(getattr(each, n)) for n in each._defaults}, each._update_count) for each in metrics]
+    yield
+    for each, (states, count) in zip(metrics, before, strict=True):
+        for name, value in states.items():
+            setattr(each, name, value)
+        each._update_count, each._computed = count, None
+
+
+def _metrics_of(owner: Any) -> list[Any]:
+    from torchmetrics import Metric
+
+    modules = [owner] if isinstance(owner, nn.Module) else [m for m in vars(owner).values() if isinstance(m, nn.Module)]
+    return [each for one in modules for each in one.modules() if isinstance(each, Metric)]
+
+
+def _copied(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state.detach().clone()

@@ -22,6 +22,7 @@ from shoal.lightning import exchange
 from shoal.lightning.data import Batches, EvaluationBatches, TrainingBatches, is_divisible, require_loader
 from shoal.lightning.package import fabric, part
 from shoal.lightning.precision import RunPrecision
+from shoal.lightning.results import metrics_unchanged
 from shoal.own_loop.other_libraries import refusing
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class RunStrategy(Strategy):
         self._place = place_from(os.environ) or ALONE
         self._alone = torch.device("cpu")
         self._trained: Any = None
-        self._samples: int | None = None  # of this rank's batch of an evaluation
+        self._samples: int | None = None  # of this rank's batch of an evaluation, within it
+        self._fetched: int | None = None  # of the one that was fetched last
         self._weight: float | None = None
         self._inside = False  # a training step
         self._waiting: list[tuple[Tensor, float | None]] = []  # losses whose optimizer is not known yet
@@ -181,16 +183,33 @@ class RunStrategy(Strategy):
         return self.run.samples if self._inside and self.run is not None else None
 
     def _counts(self, samples: int) -> None:
-        self._samples = samples
+        self._fetched = samples
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation."""
+        with nullcontext() if self.run is None else self.run.evaluation():
+            yield
+
+    @contextmanager
+    def batch_of_evaluation(self, loader: object) -> Iterator[None]:
+        """Around each batch of it. Of a `loader` that cannot be divided, every rank has all, and rank 0 counts."""
+        if isinstance(loader, Batches):
+            self._samples = self._fetched
+        else:
+            self._samples = None if exchange.ranks() == 1 or self.is_global_zero else 0
         try:
-            with nullcontext() if self.run is None else self.run.evaluation():
+            with self._counted():
                 yield
         finally:
             self._samples = None
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """Metric objects count a batch, and no copy."""
+        if self.samples() != 0:
+            return nullcontext()
+        module: Any = self.lightning_module
+        return metrics_unchanged([module, *module.trainer.callbacks])
 
     # A step.
 
@@ -203,7 +222,8 @@ class RunStrategy(Strategy):
         )
         self._inside = True
         try:
-            output = super().training_step(*args, **kwargs)
+            with self._counted():
+                output = super().training_step(*args, **kwargs)
         finally:
             self._inside = False
         if output is None and module is not None and module.automatic_optimization:
@@ -278,9 +298,8 @@ class RunStrategy(Strategy):
     # What is asked of all ranks.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks. A mean of a training step weighs the samples of each rank."""
-        weight = self.run.samples if self._inside and self.run is not None else None
-        return exchange.reduced(tensor, reduce_op, group, weight=weight)
+        """Over all ranks. A mean of a step weighs the samples of each rank."""
+        return exchange.reduced(tensor, reduce_op, group, weight=self.samples())
 
     def barrier(self, name: str | None = None) -> None:
         if name == "pre_setup":

@@ -23,7 +23,15 @@ from torch.utils.data import DataLoader, IterableDataset
 import shoal
 from shoal.errors import Stopped, UsageError, UserCodeError
 from shoal.launcher.own_script import script_check
-from shoal.lightning.arguments import Plan, plan_of, require_module, require_optimizers, settings_of, steps_of
+from shoal.lightning.arguments import (
+    Plan,
+    has_progress_bar,
+    plan_of,
+    require_module,
+    require_optimizers,
+    settings_of,
+    steps_of,
+)
 from shoal.lightning.data import TrainingBatches, require_one
 from shoal.lightning.kept import Kept
 from shoal.lightning.loops import EpochLoop, EvaluationLoop, FitLoop, NoSignals, RunLog
@@ -65,11 +73,12 @@ class Trainer(lightning.Trainer):
         alone = part("plugins.environments").LightningEnvironment()  # looks for no launcher, and for no MPI
         own |= {"plugins": [strategy.precision, alone], "sync_batchnorm": False}
         own["use_distributed_sampler"] = False  # the run divides samples
-        own |= {"enable_progress_bar": given.get("enable_progress_bar") or False}  # the run has a line of its own
+        own |= {"enable_progress_bar": given.get("enable_progress_bar") or has_progress_bar(given.get("callbacks"))}
         if self._checking is not None:  # a comparison writes no file of the script's
             own |= {"logger": part("loggers.logger").DummyLogger()}
         with without_launcher():
-            super().__init__(**{**given, **own})
+            given.update(own)
+            super().__init__(**given)  # as it stands here, LightningCLI finds Lightning's arguments
         strategy.leaves_by(self._leave_quietly)
         self._take_loops(strategy)
 
