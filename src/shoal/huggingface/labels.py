@@ -32,7 +32,7 @@ TRIED_SAMPLES = 8
 
 def innermost(model: nn.Module) -> nn.Module:
     """The model inside of what `torch.compile` returns, and of adapters of peft."""
-    inside = getattr(model, "_orig_mod", model)
+    inside: Any = getattr(model, "_orig_mod", model)
     return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
 
 

@@ -234,7 +234,8 @@ def test_a_loss_of_a_model_keeps_its_weight() -> None:
         model(input_ids=words, labels=labels, num_items_in_batch=4)
     with torch.no_grad():
         model(input_ids=words, labels=labels, num_items_in_batch=4)
-    compiled, losses = torch.compile(model, backend="eager"), ModelLosses()
+    compiled: Any = torch.compile(model, backend="eager")
+    losses = ModelLosses()
     losses.watch(compiled)
     assert losses.weight_of(compiled(input_ids=words, labels=labels).loss, batches=4) == 4
 
