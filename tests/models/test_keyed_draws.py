@@ -240,6 +240,7 @@ def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
         (lambda x: torch.distributions.Gamma(x + 1, 1.0).sample(), "_standard_gamma"),
         (lambda x: torch.poisson(x + 1), "poisson"),
         (lambda x: torch.nn.functional.rrelu(x - 1, training=True), "rrelu"),
+        (lambda x: torch.rand(len(x), generator=torch.Generator().manual_seed(0)), "rand(generator=...)"),
     ],
 )
 def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: str) -> None:

@@ -31,8 +31,9 @@ TRIED_SAMPLES = 8
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The model inside of adapters of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    """The model inside of what `torch.compile` returns, and of adapters of peft."""
+    inside: Any = getattr(model, "_orig_mod", model)
+    return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
 
 
 def shifts_labels(model: nn.Module) -> bool:

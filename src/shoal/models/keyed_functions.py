@@ -183,12 +183,16 @@ def _drawn(law: Law) -> Callable[..., Tensor]:
 
     def handler(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = func(*args, **kwargs)
-        if kwargs.get("generator") is not None or not isinstance(out, Tensor):
+        if not isinstance(out, Tensor):
             return out
         samples = not _is_for_parameter(out, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
         if samples and func in _SIZED:
             caller = _caller()
             samples = not _spells_size(caller.f_code, caller.f_lasti)
+        if kwargs.get("generator") is not None:
+            if samples and mode.dim_of_samples(out.shape) is not None:
+                mode.unkeyed.add(f"{func.__name__}(generator=...)")
+            return out
         with torch.no_grad():
             for part in (out.real, out.imag) if out.is_complex() else (out,):
                 drawn = mode.bits_for(out.shape, device=out.device, samples=samples)

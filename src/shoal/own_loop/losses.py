@@ -169,7 +169,7 @@ def _terms(node: Any) -> Iterator[_Term]:
         node, factor, counted = open_nodes.pop()
         name, following = node.name(), [each for each, _ in node.next_functions if each is not None]
         by = _number(_saved(node, "other")) if name.startswith(("MulBackward", "DivBackward")) else None
-        if name in PASSED_ON:
+        if name in PASSED_ON or _keeps_number(node, name):
             open_nodes += [(each, factor, counted) for each in reversed(following)]
         elif following and by is not None:
             times = name[0] == "M"
@@ -248,11 +248,19 @@ def factor_of(loss: Tensor, node: Any) -> float | None:
             return None
         name, following = at.name(), [each for each, _ in at.next_functions if each is not None]
         by = _number(_saved(at, "other")) if name.startswith(("MulBackward", "DivBackward")) else None
-        if len(following) != 1 or (by is None and name not in PASSED_ON):
+        passes = by is not None or name in PASSED_ON or _keeps_number(at, name)
+        if len(following) != 1 or not passes:
             return None
         factor = factor if by is None else factor * by if name[0] == "M" else factor / by
         (at,) = following
     return factor
+
+
+def _keeps_number(node: Any, name: str) -> bool:
+    """Whether it copies its input, or is the mean or sum of one number, as loops for `nn.DataParallel` take it."""
+    if name in ("CloneBackward0", "UnsqueezeBackward0"):
+        return True
+    return name in ("MeanBackward0", "SumBackward0") and len(node._saved_self_sym_sizes) == 0
 
 
 def _number(value: Any) -> float | None:

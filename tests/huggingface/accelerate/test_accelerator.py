@@ -177,6 +177,48 @@ left(accelerator, model, rate=scheduler.get_last_lr())
 """
 )
 
+# A model that is split, with all that tells ranks apart: shares of an evaluation, sums, triggers, saves.
+SPLIT = (
+    HEAD
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True, project_dir="out")
+set_seed(0)
+data = [{"input_ids": row, "labels": torch.where(torch.arange(10) < n, row, -100)}
+        for n, row in zip([3, 9, 5, 10] * 6, torch.randint(3, 40, (24, 10), generator=drawn))]
+model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model, optimizer, train, test = accelerator.prepare(
+    model, optimizer, DataLoader(data, 8 // STEPS, shuffle=True), DataLoader(data[:10], 4))
+seen, sums, done = [], [], 0
+for epoch in range(2):
+    model.train()
+    for batch in train:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            done += 1
+            if ALL or accelerator.is_main_process:
+                accelerator.save_state(f"out/step_{done}")
+    model.eval()
+    for batch in test:
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        seen += accelerator.gather_for_metrics(logits.sum((1, 2))).tolist()
+        rows = torch.tensor(float(len(logits)))
+        sums.append([float(accelerator.reduce(rows)), float(accelerator.gather(rows).sum())])
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+with accelerator.split_between_processes(list(range(4))) as part:
+    parts = sorted(accelerator.gather_for_metrics(part))
+left(accelerator, model, seen=seen, sums=sums, done=done, parts=parts)
+"""
+)
+
 # Measurements of the training, beside an evaluation that is left early, of an epoch whose last batch is one sample.
 MEASURED = (
     HEAD
@@ -234,6 +276,19 @@ def test_uneven_labels_weigh_alike_in_batches_of_any_size(tmp_path: Path) -> Non
     found = ours(tmp_path / "two", TOKENS, *SHARDED, world=2, STEPS=2)
     assert found == expected
     assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+@pytest.mark.parametrize(("world", "keys", "everyone"), [(2, (), True), (4, ("layout.replicate=2",), False)])
+def test_a_split_model_trains_as_accelerate_does(
+    world: int, keys: tuple[str, ...], everyone: bool, tmp_path: Path
+) -> None:
+    """Under `layout.tensor`, whose ranks have the same samples: each counts once, and rank 0 saves for all."""
+    expected = plain(tmp_path / "plain", SPLIT, ALL=True, STEPS=1)
+    found = ours(tmp_path / "split", SPLIT, "layout.tensor=2", *keys, world=world, ALL=everyone, STEPS=2)
+    assert found.pop("seen") == pytest.approx(expected.pop("seen"), rel=ROUNDING, abs=ROUNDING)
+    assert found == expected
+    assert_alike(tmp_path / "split", tmp_path / "plain")
+    assert {each.name for each in (tmp_path / "split" / "out").iterdir()} >= {f"step_{n}" for n in range(1, 7)}
 
 
 def test_what_a_loop_draws_does_not_depend_on_the_ranks(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_loss_of_a_model_keeps_its_weight() -> None:
     losses.watch(model)
     labels = torch.tensor([[0, 1, 1, -100, -100, -100], [1, -100, -100, -100, -100, -100]])
     loss = model(input_ids=words, labels=labels).loss
-    for own in (loss, loss / 1, loss / 4, (loss / 4).float(), loss / torch.tensor(4)):
+    for own in (loss, loss / 1, loss / 4, (loss / 4).float(), loss / torch.tensor(4), loss.mean(), loss.clone().sum()):
         assert losses.weight_of(own, batches=4) == 4
     for other in (loss * 0.7, loss / 2, loss + loss, loss * loss.detach(), loss + model.classifier.bias.sum()):
         assert losses.weight_of(other, batches=4) is None
@@ -234,6 +234,10 @@ def test_a_loss_of_a_model_keeps_its_weight() -> None:
         model(input_ids=words, labels=labels, num_items_in_batch=4)
     with torch.no_grad():
         model(input_ids=words, labels=labels, num_items_in_batch=4)
+    compiled: Any = torch.compile(model, backend="eager")
+    losses = ModelLosses()
+    losses.watch(compiled)
+    assert losses.weight_of(compiled(input_ids=words, labels=labels).loss, batches=4) == 4
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
@@ -260,3 +264,5 @@ def test_rows_that_count_for_metrics() -> None:
     assert [len(once_repeated(loss, rows=rows, size=4)) for rows in (3, 0)] == [3, 1]
     assert len(once_repeated(loss * torch.nan, rows=2, size=4)) == 2
     assert counted_rows(["a", "b"], rows=0, size=4) == []
+    right = torch.ones(4, dtype=torch.bool)  # of four tokens of this rank's samples
+    assert len(counted_rows(right, rows=2, size=4)) == len(once_repeated(right, rows=2, size=4)) == 4

@@ -43,8 +43,8 @@ class Lines(GeneralTracker):
             print("finished", file=lines)
 
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, log_with=Lines(), project_dir="out")
+os.makedirs("out", exist_ok=True)  # on every rank, which all look into it
 if accelerator.is_main_process:
-    os.makedirs("out", exist_ok=True)
     accelerator.init_trackers("mine")
 set_seed(0)
 model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(DROPOUT), nn.Tanh(), nn.Linear(16, 2))
@@ -139,6 +139,15 @@ def test_a_loop_that_passes_over_batches_itself_is_told(tmp_path: Path) -> None:
     assert run_script(file, tmp_path, world=1) != [0]
     printed = (tmp_path / "rank-0.txt").read_text()
     assert "Behind load_state the loader begins where the run stands: leave out what passes over" in printed
+
+
+def test_another_rank_that_saves_alone_is_told(tmp_path: Path) -> None:
+    """And rank 0 with it, which would go on without a folder: all ranks end with the sentence."""
+    text = ALONE.replace("accelerator.is_main_process and done", "accelerator.is_last_process and done")
+    file = script(tmp_path, text, "shoal.huggingface", DROPOUT=0, HOOKS=False)
+    assert all(run_script(file, tmp_path, world=2))
+    for rank in range(2):
+        assert "call it there, or on all ranks" in (tmp_path / f"rank-{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize(

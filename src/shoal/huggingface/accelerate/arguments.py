@@ -36,11 +36,10 @@ REFUSED = {
     "deepspeed_plugin": _LAYOUT,
     "deepspeed_plugins": _LAYOUT,
     "fsdp_plugin": _LAYOUT,
-    "parallelism_config": _LAYOUT,
-    "torch_tp_plugin": "a loop of your own is replicated and sharded (layout.replicate, layout.shard); layout.tensor "
-    "needs shoal.train",
-    "megatron_lm_plugin": "a loop of your own is replicated and sharded (layout.replicate, layout.shard); other axes "
-    "need shoal.train",
+    "parallelism_config": f"{_LAYOUT}, or layout.tensor",
+    "torch_tp_plugin": "set layout.tensor, for models with a tensor plan",
+    "megatron_lm_plugin": "layout.replicate, layout.shard and layout.tensor divide a loop of your own; other axes need "
+    "shoal.train",
     "dynamo_backend": "call model.compile() before prepare",
     "dynamo_plugin": "call model.compile() before prepare",
 }
@@ -262,13 +261,14 @@ def plan_of(
             "accelerate.local_sgd.LocalSGD has each rank take steps of its own in a part of the training: leave it "
             'out, and set sync.kind = "local" and sync.period'
         )
-    if batch % ranks:
+    shares = max(1, ranks // (said.get("layout", {}).get("tensor") or 1))  # ranks of one group have the same samples
+    if batch % shares:
         raise UsageError(
-            f"the DataLoader has a batch_size of {batch}, which {ranks} ranks cannot share: make it a multiple of "
-            f"{ranks} (a step has batch_size x gradient_accumulation_steps samples on any number of ranks), or set "
+            f"the DataLoader has a batch_size of {batch}, which {shares} ranks cannot share: make it a multiple of "
+            f"{shares} (a step has batch_size x gradient_accumulation_steps samples on any number of ranks), or set "
             "run.processes"
         )
-    tables["batch"] = {"micro_samples": batch // ranks, **tables.get("batch", {})}
+    tables["batch"] = {"micro_samples": batch // shares, **tables.get("batch", {})}
     in_step = said.get("sync", {}).get("kind", "allreduce") == "allreduce"
     return Plan(tables, keys, step, batch, steps or OPEN_END, in_step)
 

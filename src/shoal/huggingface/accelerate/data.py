@@ -197,9 +197,10 @@ class EvaluationLoader(_Loader):
 
 def _share(first: int, behind: int, run: Training) -> tuple[int, int]:
     """This rank's part of the samples from `first` up to `behind`: ranks with more come first."""
-    count, more = divmod(behind - first, run.world_size)
-    start = first + run.rank * count + min(run.rank, more)
-    return start, start + count + (run.rank < more)
+    share, shares = run.share
+    count, more = divmod(behind - first, shares)
+    start = first + share * count + min(share, more)
+    return start, start + count + (share < more)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -209,14 +210,15 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
 
 
-# Exchanges. `run` None: the run is not begun, and this process is alone.
+# Exchanges, on PyTorch's default group: under `layout.tensor` that of ranks which have all samples between them. `run`
+# None: the run is not begun, and this process is alone.
 
 
 def gathered(tree: Any, run: Training | None) -> Any:
     """Tensors [rows, ...] of all ranks, one behind the other, in rank order; scalars as [ranks]. Ranks may have other
     numbers of rows. Tensors of one process stay as they are.
     """
-    if run is None or run.world_size == 1:
+    if run is None or run.share[1] == 1:
         return tree
     return tree_map(lambda each: _gathered(each, run) if isinstance(each, Tensor) else each, tree)
 
@@ -224,10 +226,10 @@ def gathered(tree: Any, run: Training | None) -> Any:
 def _gathered(own: Tensor, run: Training) -> Tensor:
     own = own.detach()
     whole = (own.reshape(1) if own.dim() == 0 else own).to(run.device).contiguous()
-    counts = [torch.zeros(1, dtype=torch.int64, device=run.device) for _ in range(run.world_size)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=run.device) for _ in range(run.share[1])]
     dist.all_gather(counts, torch.tensor([len(whole)], device=run.device))
     most = int(max(counts))
-    shapes: list[Any] = [None] * run.world_size
+    shapes: list[Any] = [None] * run.share[1]
     dist.all_gather_object(shapes, tuple(whole.shape[1:]))
     if len(set(shapes)) > 1:
         raise UserCodeError(
@@ -235,7 +237,7 @@ def _gathered(own: Tensor, run: Training) -> Tensor:
             "to one shape first, by pad_across_processes(tensor, dim=1)"
         )
     sent = pad(whole, [*[0, 0] * (whole.dim() - 1), 0, most - len(whole)])
-    received = [torch.empty_like(sent) for _ in range(run.world_size)]
+    received = [torch.empty_like(sent) for _ in range(run.share[1])]
     dist.all_gather(received, sent)
     return torch.cat([rows[: int(count)] for rows, count in zip(received, counts, strict=True)])
 
@@ -243,9 +245,9 @@ def _gathered(own: Tensor, run: Training) -> Tensor:
 def gathered_objects(own: Any, run: Training | None) -> list[Any]:
     """The lists of all ranks, one behind the other, or a list of their objects."""
     each = own if isinstance(own, list) else [own]
-    if run is None or run.world_size == 1:
+    if run is None or run.share[1] == 1:
         return each
-    found: list[Any] = [None] * run.world_size
+    found: list[Any] = [None] * run.share[1]
     dist.all_gather_object(found, each)
     return [one for part in found for one in part]
 
@@ -271,8 +273,8 @@ def once_repeated(tree: Any, *, rows: int, size: int) -> Any:
 
 
 def _is_repeated(each: Any, size: int) -> bool:
-    """Whether it is one number, repeated so many times."""
-    if not isinstance(each, Tensor) or each.dim() != 1 or len(each) != size:
+    """Whether it is one number, repeated so many times. A loss is no truth value, as those of a batch's tokens are."""
+    if not isinstance(each, Tensor) or each.dim() != 1 or len(each) != size or not each.is_floating_point():
         return False
     return bool((each == each[0]).all() or each.isnan().all())
 
@@ -287,11 +289,11 @@ def reduced(tree: Any, run: Training | None, *, reduction: str, scale: float) ->
         raise UserCodeError(f"reduce(reduction={reduction!r}): it is sum, mean or none")
 
     def reduce(own: Any) -> Any:
-        if not isinstance(own, Tensor) or run is None or run.world_size == 1 or reduction == "none":
+        if not isinstance(own, Tensor) or run is None or run.share[1] == 1 or reduction == "none":
             return own
         total = own.detach().clone().to(run.device)
         dist.all_reduce(total)
-        return (total / run.world_size if reduction == "mean" else total) * scale
+        return (total / run.share[1] if reduction == "mean" else total) * scale
 
     return tree_map(reduce, tree)
 
@@ -300,7 +302,7 @@ def padded(tree: Any, run: Training | None, *, dim: int, value: float, first: bo
     """Tensors filled up with `value` along `dim` to the longest of any rank, at the end or, if `first`, in front."""
 
     def fill(own: Any) -> Any:
-        if not isinstance(own, Tensor) or run is None or run.world_size == 1 or not -own.dim() <= dim < own.dim():
+        if not isinstance(own, Tensor) or run is None or run.share[1] == 1 or not -own.dim() <= dim < own.dim():
             return own
         longest = torch.tensor([own.shape[dim]], device=run.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)

@@ -54,13 +54,15 @@ class OfRanks:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of the run; 1 until it is begun, so that what a script plans is the plan of one process."""
-        return 1 if self.run is None else self.run.world_size
+        """Ranks of the run, of which those of one group of `layout.tensor` count as one; 1 until it is begun, so that
+        what a script plans is the plan of one process.
+        """
+        return 1 if self.run is None else self.run.share[1]
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
-        return self._place.rank if self.run is None else self.run.rank
+        """Which of `num_processes` this is: the rank, but for `layout.tensor`, whose groups have one number."""
+        return self._place.rank if self.run is None else self.run.share[0]
 
     @property
     def local_process_index(self) -> int:
@@ -70,7 +72,7 @@ class OfRanks:
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self.process_index == 0
+        return self._rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
@@ -79,8 +81,14 @@ class OfRanks:
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.process_index == self.num_processes - 1
+        """Whether this is the last rank, or the first of the last group of `layout.tensor`."""
+        if self.run is None:
+            return self._rank == 0
+        return self._rank == self.run.world_size - self.run.world_size // self.run.share[1]
+
+    @property
+    def _rank(self) -> int:
+        return self._place.rank if self.run is None else self.run.rank
 
     @property
     def use_distributed(self) -> bool:

@@ -126,8 +126,8 @@ class Beside(accelerate.Accelerator):
     def be_rank(self, run: Training, local_rank: int) -> None:
         """Says which rank of how many this is: `accelerate.utils` and `accelerator.state` answer for the run."""
         self.be_place(run.rank, local_rank)
-        self._say(device=run.device, num_processes=run.world_size)
-        if run.world_size > 1:
+        self._say(device=run.device, num_processes=run.share[1])
+        if run.share[1] > 1:
             on_cpu = run.device.type == "cpu"
             kind = DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
             self._say(distributed_type=kind, backend=dist.get_backend())

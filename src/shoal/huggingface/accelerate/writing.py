@@ -132,7 +132,7 @@ class Writing(OfRanks):
             self._saved.ask(run)
         if not self._before_save:
             return
-        if self._is_divided and run.sum(1.0) < run.world_size:
+        if self._is_divided and run.sum(1.0) < run.share[1]:
             raise UserCodeError(
                 "save_state() was called on some ranks alone, and a hook of register_save_state_pre_hook needs the "
                 "weights, of which every rank has a part under ZeRO-3: call it on every rank, outside of "
@@ -168,10 +168,10 @@ class Writing(OfRanks):
         """
         if run.update is None or not self._in_step or script_check(os.environ) is not None:
             return
-        asks = self._saved.asks
-        asking = run.sum(float(asks))
-        if asking == 1 and asks and run.rank != 0:
-            raise UserCodeError(f"save_state() was called on rank {run.rank} alone: call it on rank 0, or on all ranks")
+        asks, known_by_rank_0 = self._saved.asks, float(run.world_size)
+        asking = run.sum(float(asks) if run.rank else asks * known_by_rank_0)
+        if asking < known_by_rank_0 and (asks or asking):
+            raise UserCodeError("save_state() was called on other ranks than rank 0: call it there, or on all ranks")
         if asking:
             self._saved.ask(run)
 
