@@ -184,9 +184,9 @@ def accelerate(setting: Setting) -> Step:
 
 def fabric(setting: Setting) -> Step:
     """Lightning's Fabric, with its strategy for DDP."""
-    from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]
-    from lightning_fabric.plugins.environments import TorchElasticEnvironment  # pyright: ignore[reportMissingImports]
-    from lightning_fabric.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning_fabric.strategies.ddp import DDPStrategy
 
     strategy = DDPStrategy(
         cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo", gradient_as_bucket_view=True
@@ -196,7 +196,8 @@ def fabric(setting: Setting) -> Step:
     own = setting.new_model()
     model, optimizer = lightning.setup(own, adamw(own))
     loader = DataLoader(setting.data(), batch_size=setting.samples, shuffle=True)
-    batches = endless(lightning.setup_dataloaders(loader))
+    given: Any = lightning.setup_dataloaders(loader)
+    batches = endless(given)
 
     def step() -> float:
         loss = setting.loss(model, next(batches))

@@ -44,7 +44,7 @@ from shoal.optim.matrix_kinds import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.optim.parts import Parts, SeesParts
 from shoal.state import Trained
 from shoal.topology.holding import held
-from shoal.topology.layout import Layout
+from shoal.topology.layout import INSIDE_REPLICA, Layout
 
 KINDS: dict[str, OptimizerConfig] = {
     "adamw again": AdamW(),
@@ -161,7 +161,7 @@ class _Side:
         trained = [
             Trained(held(mesh.layout, mesh.rank, name, shapes[name]), p) for name, p in self.model.named_parameters()
         ]
-        replica = mesh.axis(*mesh.layout.replica_axes)
+        replica = mesh.axis(*INSIDE_REPLICA)
         self.gradients = build_gradients(
             GradientsConfig(),
             trained,

@@ -75,7 +75,7 @@ class ZeroScript:
             trained,
             zero=zero,
             groups=groups or mesh.ranks,
-            replica=mesh.axis(*mesh.layout.replica_axes),
+            replica=mesh.axis(*INSIDE_REPLICA),
             model=model,
             blocks=list(model.blocks),
         )
