@@ -23,6 +23,7 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW
 from shoal.state import Trained
 from shoal.topology.holding import Ranks, held
+from shoal.topology.layout import INSIDE_REPLICA
 
 
 class ShardedScript:
