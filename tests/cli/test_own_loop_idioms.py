@@ -94,6 +94,7 @@ x = (x * 9).long().abs() % 9
 """
 
 
+@pytest.mark.slow
 def test_an_embedding_that_shortens_the_rows_of_its_samples_is_refused(tmp_path: Path) -> None:
     """Before anything is trained; the whole batch on one rank is right."""
     (tmp_path / "mine.py").write_text(HEAD + EMBEDDED + LOOP)
