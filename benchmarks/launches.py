@@ -59,8 +59,9 @@ from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 
 PLAIN, OWN, TRAIN = "plain", "own loop", "train"
-WARM_STEPS, STEPS = COMPARED_FIRST + 1, 3
-"""Buffers and written weights are compared in the first steps, and small reads by the loop itself begin after some."""
+WARM_STEPS, STEPS = COMPARED_FIRST + 3, 3
+"""Buffers and written weights are compared in the first steps, small reads by the loop itself begin after some, and
+codecs measure what they leave out in the first of ten steps."""
 VOCABULARY, TOKENS, ROWS = 64, 16, 256
 RANK_S = 120.0
 """A rank takes some seconds. One that hangs prints where its threads are, and ends."""
