@@ -121,7 +121,7 @@ TOLD = {
     "a forward of one rank": (
         "run.rank or model(x)\n    " + LOOP, (*BOTH, "memory.zero=3"), "so let no `if` that is true on one of them"),
     "without layout.tensor": (
-        WRITE.format(rank=1, name="model.model.norm"), ("layout.shard=2",), "write the same on every rank"),
+        WRITE.format(rank=1, name="model.model.norm"), ("layout.shard=2",), "Write the same on every rank"),
 }  # fmt: skip
 
 
