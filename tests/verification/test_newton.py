@@ -30,7 +30,8 @@ MOST = 15
 SMALL = 1e-8
 ON_THE_WAY, AT_THE_END = 5e-5, 1e-9
 """Losses of two world sizes, relative. Products with the Hessian are differences of gradients, whose last bits
-conjugate gradients enlarge; 1e-6 on one processor and 1.3e-5 on another were seen. The end is the minimum, however it was reached.
+conjugate gradients enlarge; 1e-6 on one processor and 1.3e-5 on another were seen. The end is the minimum, however it
+was reached.
 """
 KINDS: dict[str, dict[str, Any]] = {"newton_cg": {}, "lbfgs": {"history": 20}}
 EXACT = {"optimizer": {"kind": "newton_cg", "hessian": "exact", "groups": {"*": {"weight_decay": DECAY}}}}
